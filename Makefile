@@ -1,0 +1,70 @@
+# The only definition of a check: hooks and continuous integration call these targets.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+STAMP := .venv/.installed
+SOURCES := $(wildcard src tests benchmarks docs/examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test unit integration faults perf bench bench-quick lint fmt type tidy docs check clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r name text; do \
+		printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q '$(TORCH)'
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+setup: $(STAMP)  ## Make .venv with torch, distckpt and the development tools
+
+demo: $(STAMP)  ## Run the demo
+	$(BIN)/python docs/examples/demo.py
+
+test: $(STAMP)  ## Run the unit, integration and fault tests
+	$(BIN)/python -m pytest tests/unit tests/integration tests/faults
+
+unit: $(STAMP)  ## Run the tests of single files
+	$(BIN)/python -m pytest tests/unit
+
+integration: $(STAMP)  ## Run the tests with several ranks and stock readers
+	$(BIN)/python -m pytest tests/integration
+
+faults: $(STAMP)  ## Run the tests that crash, kill, stop and corrupt
+	$(BIN)/python -m pytest tests/faults
+
+perf: $(STAMP)  ## Run the tests of memory, descriptors and operations over many saves
+	$(BIN)/python -m pytest tests/perf
+
+bench: $(STAMP)  ## Run the benchmarks
+	$(BIN)/python benchmarks/run.py
+
+bench-quick: $(STAMP)  ## Run the benchmarks at a small size
+	$(BIN)/python benchmarks/run.py --smoke
+
+lint: $(STAMP)  ## Check style, formatting and import layers
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/lint-imports --no-cache
+
+fmt: $(STAMP)  ## Format, and fix what can be fixed
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+type: $(STAMP)  ## Check types
+	$(BIN)/mypy
+
+tidy: $(STAMP)  ## Check the architecture: layers, the torch-free zone, banned calls
+	$(BIN)/python -m pytest -q tests/unit/test_tidy.py
+
+docs: $(STAMP)  ## Check the documentation: links, and the examples by running them
+	$(BIN)/python -m pytest tests/unit/test_docs.py
+
+check: lint type unit faults  ## Run what should pass before every commit
+
+clean:  ## Remove .venv, caches and build products
+	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,301 @@
+"""From written files to a checkpoint: manifests, publication, sweep.
+
+Invariants:
+    * `.metadata` is published last, in one atomic step; before it, the commit record that bears its digest.
+    * Names are new for each save, so that nothing of a committed checkpoint is ever written to.
+    * Sweep removes only what no committed checkpoint names.
+
+Torch-free: the pickled metadata arrives as bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
+from distckpt.worker import block_spans, checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distckpt.storage import Storage
+
+_LOG = logging.getLogger(__name__)
+METADATA = ".metadata"
+FOLDER = ".distckpt/"
+_OWNER = FOLDER + "owner"
+_VERSION = 1
+_IMAGE = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
+
+
+@dataclass
+class Manifest:
+    """What one rank wrote in one save; columns of equal length, one entry for each item.
+
+    Attributes:
+        save_id: The save, as this rank calls it.
+        rank: The rank.
+        format: Name of the file format.
+        plan: Digest of the plan: items, sizes, dtypes.
+        files: Size in bytes of each file.
+        fqns: Names of the entries.
+        chunks: Offsets of the chunks in their tensors, in elements; None for byte blobs.
+        item_files: Index into `files`, in their order.
+        offsets: Bytes from the start of the file.
+        sizes: Bytes, framing included.
+        checksums: CRC32C of each block of the item (see `worker.block_spans`); empty without checksums.
+    """
+
+    save_id: str
+    rank: int
+    format: str
+    plan: str
+    files: dict[str, int] = field(default_factory=dict)
+    fqns: list[str] = field(default_factory=list)
+    chunks: list[Sequence[int] | None] = field(default_factory=list)
+    item_files: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    checksums: list[Sequence[int]] = field(default_factory=list)
+
+    def to_json(self) -> bytes:
+        """Return the manifest as it stands on storage."""
+        return json.dumps({"version": _VERSION, **self.__dict__}, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class ManifestRef:
+    """What the coordinator learns of a rank's manifest.
+
+    Attributes:
+        name: Where it lies.
+        sha256: Digest of its bytes.
+        files: Size in bytes of each file that it lists.
+    """
+
+    name: str
+    sha256: str
+    files: dict[str, int]
+
+
+def plan_digest(items: Iterable[tuple[str, Sequence[int] | None, Sequence[int] | None, str]]) -> str:
+    """Return a digest of (fqn, chunk offsets, chunk sizes, dtype) of all items of a plan, in their order."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def write_manifest(storage: Storage, manifest: Manifest) -> ManifestRef:
+    """Make `manifest`, and with it the names of all files that it lists, durable."""
+    name = f"{FOLDER}{manifest.save_id}/rank-{manifest.rank:05}.json"
+    data = manifest.to_json()
+    storage.put(name, data)
+    return ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest.files)
+
+
+def claim(storage: Storage, save_id: str) -> None:
+    """Record that the save `save_id` is the one that may publish here; an earlier one will be refused."""
+    record = {"save_id": save_id, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+    storage.put(_OWNER, json.dumps(record).encode())
+
+
+def publish(
+    storage: Storage,
+    metadata: bytes,
+    *,
+    save_id: str,
+    manifests: Sequence[ManifestRef],
+    rank: int | None = None,
+    details: dict[str, Any] | None = None,
+) -> None:
+    """Make the files that `manifests` list the checkpoint.
+
+    Args:
+        storage: The checkpoint's directory.
+        metadata: Pickled metadata.
+        save_id: The save that `claim` was called with.
+        manifests: One for each rank that wrote something.
+        rank: None for the whole checkpoint; else the rank that publishes only its own part.
+        details: What else the commit record shall say.
+
+    Raises:
+        CommitError: Another save has claimed the directory, or a file is missing or has another size.
+        WriteError: The storage refuses.
+    """
+    _check_owner(storage, save_id, rank)
+    present = storage.list()
+    for ref in manifests:
+        for name, nbytes in ref.files.items():
+            if present.get(name) != nbytes:
+                raise CommitError(
+                    f"not published: {storage.url}/{name} should hold {nbytes} bytes and "
+                    f"{'is missing' if name not in present else f'holds {present[name]}'}"
+                )
+    record = {
+        "version": _VERSION,
+        "metadata": METADATA if rank is None else f"__{rank}{METADATA}",
+        "manifests": [{"name": ref.name, "sha256": ref.sha256} for ref in manifests],
+        **(details or {}),
+    }
+    storage.put(_record_name(metadata), json.dumps(record, separators=(",", ":")).encode())
+    _check_owner(storage, save_id, rank)
+    storage.put(str(record["metadata"]), metadata)
+    _sweep(storage, metadata, manifests, rank)
+
+
+def _check_owner(storage: Storage, save_id: str, rank: int | None) -> None:
+    if rank is not None:
+        return
+    owner = storage.read(_OWNER)
+    if owner is None or json.loads(owner)["save_id"] != save_id:
+        who = "nobody" if owner is None else owner.decode(errors="replace")
+        raise CommitError(
+            f"not published: {storage.url} was claimed by another save while this one ({save_id}) ran: {who}"
+        )
+
+
+def _record_name(metadata: bytes) -> str:
+    return f"{FOLDER}commit-{hashlib.sha256(metadata).hexdigest()}.json"
+
+
+def _sweep(storage: Storage, metadata: bytes, manifests: Sequence[ManifestRef], rank: int | None) -> None:
+    """Remove what earlier saves left; a failure costs disk space and is said, the checkpoint is committed."""
+    try:
+        keep = {name for ref in manifests for name in ref.files}
+        for name in storage.list():
+            image = _IMAGE.fullmatch(name)
+            stale_image = image is not None and name not in keep and rank in (None, int(image[1]))
+            partial = rank is None and name.startswith(METADATA + ".") and name.endswith(".tmp")
+            if stale_image or partial:
+                storage.delete(name)
+        folders = {ref.name.rpartition("/")[0] + "/" for ref in manifests}
+        _sweep_records(storage, {_record_name(metadata), _OWNER}, folders, rank)
+    except WriteError as error:
+        _LOG.warning("%s is committed; what earlier saves left there stays: %s", storage.url, error)
+
+
+def _sweep_records(storage: Storage, keep: set[str], keep_folders: set[str], rank: int | None) -> None:
+    for entry in storage.list(FOLDER):
+        name = FOLDER + entry
+        if name in keep or name in keep_folders:
+            continue
+        if entry.endswith("/"):
+            manifests = storage.list(name)
+            ours = [inner for inner in manifests if rank is None or inner.startswith(f"rank-{rank:05}.")]
+            for inner in ours:
+                storage.delete(name + inner)
+            if len(ours) == len(manifests):
+                storage.delete(name)
+        elif rank is None or _belongs_to(storage, name, rank):
+            storage.delete(name)
+
+
+def _belongs_to(storage: Storage, name: str, rank: int) -> bool:
+    record = storage.read(name)
+    return record is not None and f'"metadata":"__{rank}{METADATA}"'.encode() in record
+
+
+class Integrity:
+    """The checksums of a committed checkpoint.
+
+    Args:
+        url: The checkpoint, for messages.
+        items: For each (file, offset): size in bytes and checksums of the blocks.
+    """
+
+    def __init__(self, url: str, items: dict[tuple[str, int], tuple[int, list[int]]]) -> None:
+        self._url = url
+        self._items = items
+
+    def check(self, file: str, offset: int, data: bytearray, fqn: str) -> None:
+        """Compare the bytes of an item, as read, with what was written.
+
+        Args:
+            file: Name of its file.
+            offset: Where it begins there, in bytes.
+            data: All of its bytes.
+            fqn: Name of the entry, for messages.
+
+        Raises:
+            IntegrityError: They differ; `file`, `item`, `expected` and `found` are filled.
+        """
+        recorded = self._items.get((file, offset))
+        if recorded is None:
+            raise IntegrityError(
+                f"{self._url}/{file}: no manifest lists {fqn!r} at byte {offset}", file=file, item=fqn
+            )
+        nbytes, checksums = recorded
+        if nbytes != len(data):
+            raise IntegrityError(
+                f"{self._url}/{file}: {fqn!r} at byte {offset} has {len(data)} of {nbytes} bytes",
+                file=file, item=fqn, expected=nbytes, found=len(data),
+            )  # fmt: skip
+        if not checksums:
+            return
+        with memoryview(data) as view:
+            for (start, size), expected in zip(block_spans(offset, nbytes), checksums, strict=True):
+                with view[start - offset : start - offset + size] as block:
+                    found = checksum(block)
+                if found != expected:
+                    raise IntegrityError(
+                        f"{self._url}/{file}: {fqn!r} is damaged between bytes {start} and {start + size}: "
+                        f"CRC32C {found:08x}, written as {expected:08x}",
+                        file=file, item=fqn, expected=expected, found=found,
+                    )  # fmt: skip
+
+
+def load_integrity(storage: Storage, metadata: bytes) -> Integrity | None:
+    """Return the checksums that belong to `metadata`, or None if another tool wrote it.
+
+    Args:
+        storage: The checkpoint's directory.
+        metadata: Bytes of its `.metadata`.
+
+    Raises:
+        IntegrityError: A manifest is missing, unreadable or not the one that was committed.
+    """
+    record_name = _record_name(metadata)
+    record = storage.read(record_name)
+    if record is None:
+        return None
+    items: dict[tuple[str, int], tuple[int, list[int]]] = {}
+    for ref in _parse(storage, record_name, record)["manifests"]:
+        data = storage.read(ref["name"])
+        if data is None:
+            raise IntegrityError(f"{storage.url}/{ref['name']} is missing", file=ref["name"])
+        found = hashlib.sha256(data).hexdigest()
+        if found != ref["sha256"]:
+            raise IntegrityError(
+                f"{storage.url}/{ref['name']} is not the manifest that was committed",
+                file=ref["name"], expected=ref["sha256"], found=found,
+            )  # fmt: skip
+        manifest = _parse(storage, ref["name"], data)
+        names = list(manifest["files"])
+        for file, offset, size, checksums in zip(
+            manifest["item_files"], manifest["offsets"], manifest["sizes"], manifest["checksums"], strict=True
+        ):
+            items[names[file], offset] = (size, checksums)
+    return Integrity(storage.url, items)
+
+
+def _parse(storage: Storage, name: str, data: bytearray) -> dict[str, Any]:
+    try:
+        parsed = json.loads(data)
+        version = parsed["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{storage.url}/{name} is not readable: {error}", file=name) from error
+    if version != _VERSION:
+        raise CheckpointError(
+            f"{storage.url}/{name} has version {version}; this distckpt reads version {_VERSION}"
+        )
+    assert isinstance(parsed, dict)
+    return parsed

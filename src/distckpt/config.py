@@ -1,0 +1,401 @@
+"""The settings of a checkpoint: one frozen dataclass, and the command line flags that follow from it.
+
+Invariants:
+    * A `CheckpointConfig` that exists is valid.
+    * Every setting that is given has its effect or is refused with the reason; none is ignored.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
+from threading import TIMEOUT_MAX
+from typing import Any
+
+from distckpt.errors import ConfigError, DistckptWarning
+
+__all__ = ["CheckpointConfig", "add_arguments", "warn_async_workers"]
+
+_logger = logging.getLogger(__name__)
+
+_NOT_AVAILABLE = "not available in this version of distckpt"
+_UNAVAILABLE_SETTINGS = ("ckpt_fully_parallel_load", "ckpt_fully_parallel_save", "keep_last", "load_rng")
+_UNAVAILABLE_FLAGS = (
+    "--ckpt-fully-parallel-save",
+    "--no-ckpt-fully-parallel-save",
+    "--ckpt-fully-parallel-load",
+    "--no-ckpt-fully-parallel-load",
+    "--load-rng",
+)
+_UNIT_BYTES = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+# Source: docs/adr/0001 (a worker started by exec, without torch).
+_WORKER_RSS_MIB = 13
+
+_warned_workers: set[int] = set()
+
+
+def _refuse(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{name}: expected {expected}, got {value!r}")
+
+
+def _check_workers(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _refuse(name, value, "an integer of at least 1")
+    return value
+
+
+def _check_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False")
+    return value
+
+
+def _check_minutes(name: str, value: object) -> float:
+    # Not infinite either, for no wait is without an end; the limit is what the waits of `threading` take.
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= TIMEOUT_MAX / 60:
+        return float(value)
+    raise _refuse(name, value, "a finite number of minutes greater than 0")
+
+
+def _one_of(available: Sequence[str], planned: Sequence[str] = ()) -> Callable[[str, object], str]:
+    """Make the check of a setting that takes one of a few words; `planned` ones do not exist yet."""
+    expected = " or ".join(available)
+
+    def check(name: str, value: object) -> str:
+        if isinstance(value, str) and value in available:
+            return value
+        if isinstance(value, str) and value in planned:
+            raise ConfigError(f"{name}: {value!r} is {_NOT_AVAILABLE}; available: {expected}")
+        raise _refuse(name, value, expected)
+
+    return check
+
+
+def _parse_memory(name: str, value: object) -> tuple[int, float]:
+    """Return the bytes and the fraction of available memory that `value` asks for; one of them is 0.
+
+    Raises:
+        ConfigError: If it asks for neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value, 0.0
+    if value == "auto":
+        return 0, 0.5
+    if isinstance(value, str):
+        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*|%)", value.strip().lower())
+        if match is not None:
+            number, unit = float(match[1]), match[2]
+            if unit == "%" and 0 < number <= 100:
+                return 0, number / 100
+            if unit in _UNIT_BYTES and number * _UNIT_BYTES[unit] >= 1:
+                # A whole number is not taken through a float, which would round it above 2**53.
+                whole = match[1].isdigit()
+                return int(match[1]) * _UNIT_BYTES[unit] if whole else int(number * _UNIT_BYTES[unit]), 0.0
+    expected = "'auto', a number of bytes, a size such as '12GiB' or '512MiB', or a percentage such as '50%'"
+    raise ConfigError(f"{name}: expected {expected}, got {value!r}")
+
+
+def _check_memory(name: str, value: object) -> object:
+    _parse_memory(name, value)
+    return value
+
+
+def _describe(
+    text: str,
+    check: Callable[[str, object], object],
+    parse: Callable[[str], object] = str,
+    metavar: str | None = None,
+) -> dict[str, Any]:
+    """Metadata of a field: its description, its check, and how its flag is read."""
+    return {"help": text, "check": check, "parse": parse, "metavar": metavar}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Settings of a checkpoint writer or reader.
+
+    The `help` metadata of each field describes it.
+
+    Raises:
+        ConfigError: If a setting is unknown, not available yet, or has a value that cannot be honoured.
+    """
+
+    dist_ckpt_workers: int = field(
+        default=1,
+        metadata=_describe(
+            "1: write in the calling process, one file after the other. N > 1: N worker processes per rank",
+            _check_workers,
+            int,
+            "N",
+        ),
+    )
+    async_save: bool = field(
+        default=False,
+        metadata=_describe(
+            "return once the state is staged in host memory, and write in the background", _check_bool
+        ),
+    )
+    distributed_timeout_minutes: float = field(
+        default=10.0,
+        metadata=_describe(
+            "longest time, in minutes, that any wait of a save may go without progress before it fails and "
+            "names who is missing",
+            _check_minutes,
+            float,
+            "M",
+        ),
+    )
+    ckpt_format: str = field(
+        default="torch_dist",
+        metadata=_describe(
+            "layout of the files: torch_dist, which stock PyTorch reads",
+            _one_of(("torch_dist",), planned=("safetensors", "zarr")),
+            metavar="FORMAT",
+        ),
+    )
+    ckpt_host_memory: str | int = field(
+        default="auto",
+        metadata=_describe(
+            "host memory that each rank may use for staging: bytes (a number, or 12GiB, 12G, 512MiB; GB is "
+            "10^9), or a percentage of the available memory, shared by the ranks of the machine; auto is 50%",
+            _check_memory,
+            metavar="SIZE",
+        ),
+    )
+    ckpt_checksum: str = field(
+        default="crc32c",
+        metadata=_describe(
+            "checksum recorded for what is written: crc32c or none",
+            _one_of(("crc32c", "none")),
+            metavar="NAME",
+        ),
+    )
+    ckpt_on_failure: str = field(
+        default="raise",
+        metadata=_describe(
+            "what a failed save does: raise the error to the caller",
+            _one_of(("raise",), planned=("warn", "retry")),
+            metavar="ACTION",
+        ),
+    )
+    log_level: str = field(
+        default="info",
+        metadata=_describe(
+            "least severe messages that are logged: debug, info, warning or error",
+            _one_of(("debug", "info", "warning", "error")),
+            metavar="LEVEL",
+        ),
+    )
+
+    # typing.Self needs Python 3.11.
+    def __new__(cls, *args: object, **settings: object) -> CheckpointConfig:  # noqa: PYI034
+        """Refuse what `__init__` would answer with a bare TypeError.
+
+        Raises:
+            ConfigError: If a setting is given without its name, or is unknown.
+        """
+        if args:
+            raise ConfigError(f"settings are given by name, got {args[0]!r} without one")
+        _refuse_unknown(settings)
+        # Not super(): with slots=True the decorated class is a copy, which the super() cell does not know.
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, one.metadata["check"](one.name, getattr(self, one.name)))
+        if self.async_save and self.dist_ckpt_workers > 1:
+            warn_async_workers(self, local_ranks=_local_ranks(), cores=_cores())
+
+    @classmethod
+    def build(cls, config: CheckpointConfig | None, settings: Mapping[str, object]) -> CheckpointConfig:
+        """Combine a config with settings that override it.
+
+        Args:
+            config: Where settings that are not given come from; None means the defaults.
+            settings: Values by field name.
+
+        Returns:
+            `config` itself if there is nothing to override, else a new config.
+
+        Raises:
+            ConfigError: If `config` is something else, or a setting is unknown or invalid.
+        """
+        if config is None:
+            return cls.from_mapping(settings)
+        if not isinstance(config, cls):
+            raise ConfigError(
+                f"config: expected a CheckpointConfig, got {type(config).__name__}; "
+                "CheckpointConfig.from_mapping makes one from a mapping"
+            )
+        if not settings:
+            return config
+        return cls.from_mapping(asdict(config) | dict(settings))
+
+    @classmethod
+    def from_args(cls, namespace: argparse.Namespace) -> CheckpointConfig:
+        """Read the settings from parsed arguments, whoever defined the flags.
+
+        Args:
+            namespace: Attributes that are not settings are left to the host program. A setting that is absent
+                or None keeps its default.
+
+        Returns:
+            The config that the arguments describe.
+
+        Raises:
+            ConfigError: If an argument has a value that cannot be honoured.
+        """
+        given = {one.name: getattr(namespace, one.name, None) for one in fields(cls)}
+        return cls.from_mapping({name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object]) -> CheckpointConfig:
+        """Make a config from values by field name, for example from a configuration file.
+
+        Args:
+            mapping: Settings that are absent keep their default.
+
+        Returns:
+            The config that the mapping describes.
+
+        Raises:
+            ConfigError: If a setting is unknown or invalid.
+        """
+        _refuse_unknown(mapping)
+        settings: dict[str, Any] = dict(mapping)
+        return cls(**settings)
+
+    def host_memory_bytes(self, available_bytes: int, local_world_size: int) -> int:
+        """Resolve `ckpt_host_memory` to the budget of one rank.
+
+        Args:
+            available_bytes: Memory of this machine that is available to all its ranks together.
+            local_world_size: Number of ranks on this machine, at least 1.
+
+        Returns:
+            Bytes that one rank may use; an absolute setting is returned as it is.
+        """
+        nbytes, fraction = _parse_memory("ckpt_host_memory", self.ckpt_host_memory)
+        return nbytes or int(available_bytes * fraction) // local_world_size
+
+
+def _refuse_unknown(settings: Mapping[str, object]) -> None:
+    known = [one.name for one in fields(CheckpointConfig)]
+    for name in settings:
+        if name in _UNAVAILABLE_SETTINGS:
+            raise ConfigError(f"{name}: {_NOT_AVAILABLE}; available settings: {', '.join(known)}")
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"available settings: {', '.join(known)}"
+            raise ConfigError(f"{name}: unknown setting; {hint}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag for each setting, `--dist-ckpt-workers` for `dist_ckpt_workers` and so on.
+
+    Flags that the parser already has are left as they are; `CheckpointConfig.from_args` reads them too.
+
+    Args:
+        parser: Parser of the host program, after its own flags were added.
+    """
+    # The only way to ask: adding a flag and catching the error would take flags over from a parser that was
+    # made with conflict_handler="resolve".
+    taken = parser._option_string_actions  # noqa: SLF001
+    group = parser.add_argument_group("distckpt")
+    for one in fields(CheckpointConfig):
+        flag = "--" + one.name.replace("_", "-")
+        if flag in taken:
+            continue
+        text = one.metadata["help"].replace("%", "%%")
+        if isinstance(one.default, bool):
+            group.add_argument(flag, dest=one.name, action="store_true", default=one.default, help=text)
+        else:
+            group.add_argument(
+                flag,
+                dest=one.name,
+                type=_flag_type(one),
+                default=one.default,
+                metavar=one.metadata["metavar"],
+                help=f"{text} (default: %(default)s)",
+            )
+    for flag in _UNAVAILABLE_FLAGS:
+        if flag not in taken:
+            group.add_argument(flag, dest=argparse.SUPPRESS, action=_Unavailable)
+
+
+def _flag_type(one: Field[Any]) -> Callable[[str], object]:
+    """Make the argparse type of a flag, so that a wrong value is a usage error and not a traceback."""
+
+    def convert(text: str) -> object:
+        try:
+            value = one.metadata["parse"](text)
+        except ValueError:
+            value = text
+        try:
+            return one.metadata["check"](one.name, value)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+class _Unavailable(argparse.Action):
+    """A flag that is planned: known, so that using it is answered with the reason."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(f"{option_string}: {_NOT_AVAILABLE}")
+
+
+def warn_async_workers(config: CheckpointConfig, *, local_ranks: int, cores: int) -> None:
+    """Warn what the workers of asynchronous saves cost; once per process for each number of workers.
+
+    Args:
+        config: With one worker, or without `async_save`, there is nothing to warn about.
+        local_ranks: Number of ranks on this machine.
+        cores: Number of cores that this process may use.
+    """
+    workers = config.dist_ckpt_workers
+    if not config.async_save or workers == 1 or workers in _warned_workers:
+        return
+    _warned_workers.add(workers)
+    total = workers * local_ranks
+    message = (
+        f"async_save with dist_ckpt_workers={workers} keeps {workers} processes per rank beside the "
+        f"training: {workers} x {local_ranks} local ranks = {total} processes on {cores} cores, about "
+        f"{_WORKER_RSS_MIB} MiB of memory each (docs/adr/0001), {total * _WORKER_RSS_MIB} MiB in all; "
+        "dist_ckpt_workers=1 needs none"
+    )
+    _logger.warning("%s", message)
+    # From here through __post_init__ and __init__ to the caller.
+    warnings.warn(message, DistckptWarning, stacklevel=4)
+
+
+def _local_ranks() -> int:
+    """Return the number of ranks that torchrun started on this machine; 1 without torchrun."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(value) if value.isdecimal() and int(value) > 0 else 1
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,98 @@
+"""torch.save's own bytes around each payload, so that stock PyTorch reads every item with torch.load.
+
+The bytes around a payload depend only on dtype, shape, strides and the torch version. They are taken from a
+real torch.save under `skip_data`, once for each kind of tensor (docs/adr/0009-torch-save-framing.md).
+
+Invariants:
+    * Payloads start 64-byte aligned within their item (torch.save's own alignment).
+    * A template costs no memory for the payload, whatever its size.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from typing import IO, TYPE_CHECKING, cast
+
+import torch
+from torch.serialization import skip_data
+
+from distckpt.formats import Frame, contiguous_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TEMPLATES = 1 << 16
+
+
+class _FramingSink(io.RawIOBase):
+    """Keeps what is written, and drops the payload, which `skip_data` seeks over."""
+
+    def __init__(self) -> None:
+        self._position = 0
+        self._before = bytearray()
+        self._after: bytearray | None = None
+
+    def frame(self) -> Frame:
+        return Frame(bytes(self._before), bytes(self._after or b""))
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        target = offset if whence == io.SEEK_SET else self._position + offset
+        assert whence != io.SEEK_END, "torch.save never seeks from the end"
+        if target != self._position:
+            assert self._after is None, "one payload, one gap"
+            self._after = bytearray()
+        self._position = target
+        return target
+
+    def write(self, data: bytes, /) -> int:  # type: ignore[override]
+        (self._before if self._after is None else self._after).extend(data)
+        self._position += len(data)
+        return len(data)
+
+
+@functools.lru_cache(_TEMPLATES)
+def _template(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
+    # Its storage is never touched, and so costs address space only.
+    example = torch.empty_strided(shape, strides, dtype=dtype)
+    sink = _FramingSink()
+    with skip_data():
+        torch.save(example, cast("IO[bytes]", sink))
+    return sink.frame()
+
+
+class TorchDist:
+    """Format torch_dist: items are torch.save archives of one tensor each."""
+
+    suffix = ".distcp"
+
+    def frame(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Frame:
+        """See `Format.frame`."""
+        return _template(dtype, tuple(shape), tuple(strides))
+
+    def decode(self, data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """See `Format.decode`.
+
+        An item whose framing is what this torch would write is viewed in place; any other goes through
+        torch.load.
+        """
+        example = torch.empty(0, dtype=dtype)
+        strides = contiguous_strides(shape)
+        prefix, suffix = _template(dtype, tuple(shape), strides)
+        nbytes = math.prod(shape) * example.element_size()
+        if nbytes and len(data) == len(prefix) + nbytes + len(suffix) and data.startswith(prefix):
+            payload = torch.frombuffer(data, dtype=torch.uint8, offset=len(prefix), count=nbytes)
+            return example.set_(payload.untyped_storage(), 0, tuple(shape), strides)
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        assert isinstance(loaded, torch.Tensor)
+        return loaded

@@ -1,0 +1,230 @@
+"""StorageReader: loads what distckpt, or stock PyTorch, wrote; verified where there are checksums.
+
+Threads: one load at a time per object.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+from distckpt.commit import METADATA, Integrity, load_integrity
+from distckpt.config import CheckpointConfig
+from distckpt.errors import CheckpointError, ConfigError, IntegrityError
+from distckpt.formats import open_format
+from distckpt.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+_LOG = logging.getLogger(__name__)
+_Path = str | os.PathLike[str]
+
+
+class StorageReader(TorchStorageReader):
+    """Reads checkpoints for `dcp.load`, and compares what it reads with the checksums of the commit.
+
+    Args:
+        path: Checkpoint directory, or a URL that fsspec resolves to a local one; may be left to the
+            `checkpoint_id` of each load.
+        config: Settings; default: `CheckpointConfig()`.
+        storage_options: Passed to fsspec as they are.
+        verify: Whether to compare checksums. A checkpoint of another tool has none: that is said in the log.
+        **settings: Fields of `CheckpointConfig`, which override `config`.
+
+    Raises:
+        ConfigError: A setting, the URL or a storage option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        path: _Path | None = None,
+        config: CheckpointConfig | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: bool = True,
+        **settings: Any,
+    ) -> None:
+        self._config = CheckpointConfig.build(config, settings)
+        self._storage_options = dict(storage_options or {})
+        self._path = path
+        self._verify = verify
+        self._format = open_format(self._config.ckpt_format)
+        if path is not None:
+            open_storage(path, self._storage_options)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._metadata: Metadata | None = None
+        self._integrity: Integrity | None = None
+        self._load_id = uuid.uuid4().hex
+
+    @property
+    def checkpoint_id(self) -> _Path | None:
+        """The checkpoint's directory, as it was given."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
+        """Say whether this reader can read there."""
+        try:
+            open_storage(checkpoint_id)
+        except ConfigError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: _Path | None = None) -> None:
+        """Begin a load.
+
+        Args:
+            checkpoint_id: Its directory; default: that of the last load.
+        """
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+        self._forget()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's metadata.
+
+        Args:
+            *args: Ignored, as in torch.
+            **kwargs: `rank`, for the metadata of one rank that was saved without collectives.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or the metadata cannot be read.
+            IntegrityError: A record of the commit is damaged.
+        """
+        storage = self._storage()
+        rank = kwargs.get("rank")
+        name = METADATA if rank is None else f"__{rank}{METADATA}"
+        data = storage.read(name)
+        if data is None:
+            raise CheckpointError(f"{storage.url} holds no complete checkpoint: {name} is missing")
+        raw = bytes(data)
+        if self._verify:
+            self._integrity = load_integrity(storage, raw)
+            if self._integrity is None:
+                _LOG.warning(
+                    "%s has no commit record of distckpt: it is loaded without verification", storage.url
+                )
+        try:
+            metadata = pickle.loads(raw)
+        except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything
+            raise IntegrityError(f"{storage.url}/{name} cannot be read: {error}", file=name) from error
+        if not isinstance(metadata, Metadata):
+            raise IntegrityError(
+                f"{storage.url}/{name} holds {type(metadata).__name__}, not Metadata", file=name
+            )
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self._load_id
+        self._metadata = metadata
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the metadata that the load will use.
+
+        Args:
+            metadata: The metadata.
+            is_coordinator: Ignored: every rank reads for itself.
+            *args: Ignored, as in torch.
+            **kwargs: Ignored.
+
+        Raises:
+            CheckpointError: The metadata says nothing of files.
+        """
+        if metadata.storage_data is None:
+            raise CheckpointError(f"the metadata of {self._path} does not say where its items lie")
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return `plan` unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return `plans` unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all items of `plan`, each once, in the order in which they lie on storage.
+
+        Args:
+            plan: What this rank reads.
+            planner: Says where it goes.
+
+        Returns:
+            A future that is done.
+
+        Raises:
+            IntegrityError: An item is damaged or missing; nothing of it was loaded.
+        """
+        assert self._metadata is not None
+        storage = self._storage()
+        requests: dict[tuple[str, int], list[ReadItem]] = {}
+        places: dict[tuple[str, int], _StorageInfo] = {}
+        for request in plan.items:
+            info = self._metadata.storage_data[request.storage_index]
+            key = (info.relative_path, info.offset)
+            requests.setdefault(key, []).append(request)
+            places[key] = info
+        for key in sorted(requests):
+            self._read_item(storage, places[key], requests[key], planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_item(
+        self, storage: Storage, info: _StorageInfo, requests: list[ReadItem], planner: LoadPlanner
+    ) -> None:
+        fqn = requests[0].storage_index.fqn
+        data = storage.read(info.relative_path, info.offset, info.length)
+        if data is None or len(data) != info.length:
+            found = 0 if data is None else len(data)
+            raise IntegrityError(
+                f"{storage.url}/{info.relative_path}: {fqn!r} at byte {info.offset} has {found} of {info.length} bytes",
+                file=info.relative_path, item=fqn, expected=info.length, found=found,
+            )  # fmt: skip
+        if self._integrity is not None:
+            self._integrity.check(info.relative_path, info.offset, data, fqn)
+        for request in requests:
+            if request.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(request, io.BytesIO(data))
+        tensors = [request for request in requests if request.type is not LoadItemType.BYTE_IO]
+        if not tensors:
+            return
+        index = tensors[0].storage_index
+        assert self._metadata is not None
+        entry = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
+        source = self._format.decode(data, entry.properties.dtype, chunk.sizes)
+        for request in tensors:
+            part = narrow_tensor_by_index(source, request.storage_offsets, request.lengths)
+            target = planner.resolve_tensor(request).detach()
+            if target.size() != part.size():
+                raise CheckpointError(
+                    f"{fqn!r}: the state has {tuple(target.size())} where the checkpoint has {tuple(part.size())}"
+                )
+            target.copy_(part)
+            planner.commit_tensor(request, target)
+
+    def _storage(self) -> Storage:
+        if self._path is None:
+            raise ConfigError(
+                "no checkpoint directory: give StorageReader a path or the load a checkpoint_id"
+            )
+        return open_storage(self._path, self._storage_options)

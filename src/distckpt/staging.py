@@ -1,0 +1,588 @@
+"""Device to host: tensors straight to their place in the arena, framed as they will stand in their file.
+
+Two ways in. `Stager.fill` materialises a range of a file image whose plan is known (`dcp.save`). When there is
+no plan yet (`dcp.async_save`), `Stager.stage` copies the whole local state as self-contained framed items; the
+tensors that it returns view the arena, and the plan later finds the items by their address.
+
+Invariants:
+    * What was staged holds the values of the call; CUDA streams are ordered by events in both directions, and
+      nothing synchronises a device.
+    * References to CUDA tensors are held until the copy has ended, then dropped.
+    * Only plain memory is copied raw: wrapper subclasses and unusual layouts are left to torch.save.
+
+Threads: `fill` and `stage` are called by one thread at a time (the engine's lock); `CopyTicket` by any.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import ctypes
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from distckpt.arena import PAGE_BYTES, Arena, Range, Slab
+from distckpt.errors import StagingError
+from distckpt.formats import Format, Frame, contiguous_strides, lay_out
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+_LOG = logging.getLogger(__name__)
+_BLOCK_BYTES = 256 << 20
+"""Small items share reservations of about this size; a larger item has one of its own."""
+_MEMMOVE_BYTES = 1 << 20
+"""Above this, torch's copy, which uses several threads, is faster than memmove."""
+_WORDS = PAGE_BYTES // 8
+_POLL_S = 0.0005
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Item:
+    """One item of a file: literal bytes around the payload of a tensor, or literal bytes alone.
+
+    Args:
+        frame: Bytes before and after the payload.
+        tensor: Dense tensor of any device whose bytes are the payload; None for literal bytes.
+        nbytes: Size of the payload.
+        home: (slab, offset) at which the whole framed item lies in the arena already, or None.
+    """
+
+    __slots__ = ("frame", "home", "nbytes", "tensor")
+
+    def __init__(
+        self, frame: Frame, tensor: torch.Tensor | None, nbytes: int, home: tuple[int, int] | None = None
+    ) -> None:
+        self.frame = frame
+        self.tensor = tensor
+        self.nbytes = nbytes
+        self.home = home
+
+    @property
+    def size(self) -> int:
+        """Bytes of the item in its file, framing included."""
+        return len(self.frame.prefix) + self.nbytes + len(self.frame.suffix)
+
+
+def is_raw(tensor: torch.Tensor) -> bool:
+    """Say whether the values of `tensor` are plain memory that may be copied as bytes.
+
+    Wrapper subclasses have no memory of their own (their data_ptr is 0 or raises), sparse, quantized and nested
+    tensors are more than their bytes.
+    """
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_quantized or tensor.is_nested:
+        return False
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        return False
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Say whether `tensor` fills its span of memory without holes or overlaps, in whatever order of dims."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as one-dimensional uint8, whatever its dtype."""
+    size = tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,)
+    )
+
+
+def _span(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Return bytes [low, high) of `tensor` in contiguous order as uint8, copying about that much and no more."""
+    if _is_verbatim(tensor) and tensor.is_contiguous():
+        return _flat_bytes(tensor)[low:high]
+    row_bytes = tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) if tensor.dim() else 0
+    if row_bytes:
+        first, last = low // row_bytes, -(-high // row_bytes)
+        if last - first == 1 and tensor.dim() > 1:
+            return _span(tensor[first], low - first * row_bytes, high - first * row_bytes)
+        tensor, low, high = tensor[first:last], low - first * row_bytes, high - first * row_bytes
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    whole.copy_(tensor)
+    return _flat_bytes(whole)[low:high]
+
+
+def _is_verbatim(tensor: torch.Tensor) -> bool:
+    return not tensor.is_conj() and not tensor.is_neg() and is_dense(tensor)
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides, in elements, that the payload of `tensor` has in its file."""
+    if _is_verbatim(tensor):
+        return tuple(tensor.stride())
+    return contiguous_strides(tensor.shape)
+
+
+class StagingFailure:
+    """Stands in a staged state for the error that kept the state from being staged.
+
+    A rank that fails alone before the first gather would leave the others waiting for it. This object raises
+    while the rank makes its local plan, where torch carries the error to all of them.
+
+    Args:
+        error: What happened.
+    """
+
+    def __init__(self, error: StagingError) -> None:
+        self.error = error
+
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        """Raise the error; torch's planners call this for every object that has it."""
+        raise self.error
+
+
+class CopyTicket:
+    """The end of a group of copies, seen in host memory: no thread asks CUDA for it.
+
+    Args:
+        words: For each device, the word that its stream sets to 1 after its last copy.
+        keep: Tensors that the copies read.
+        give_back: Called with `words` once the copies have ended.
+    """
+
+    def __init__(
+        self,
+        words: list[tuple[ctypes.c_int64, torch.cuda.Event]],
+        keep: list[torch.Tensor],
+        give_back: Callable[[list[ctypes.c_int64]], None],
+    ) -> None:
+        self._words = words
+        self._keep = keep
+        self._give_back = give_back
+
+    def done(self) -> bool:
+        """Say whether every copy has ended; if so, the tensors that were copied are let go."""
+        if any(word.value == 0 for word, _ in self._words):
+            return False
+        self._keep.clear()
+        if self._words:
+            self._give_back([word for word, _ in self._words])
+            self._words = []
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `done`.
+
+        Raises:
+            StagingError: CUDA reports an error, or the copies took longer than `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while not self.done():
+            if time.monotonic() > deadline:
+                self.check()
+                raise StagingError(f"the copy off the device has not ended within {timeout_s:.0f} s")
+            pause.wait(_POLL_S)
+
+    def check(self) -> None:
+        """Raise the CUDA error that a copy ran into, if it did.
+
+        Raises:
+            StagingError: CUDA reports an error.
+        """
+        for _, event in self._words:
+            try:
+                event.query()
+            except RuntimeError as error:
+                raise StagingError(f"the copy off the device failed: {error}") from error
+
+
+class Lease:
+    """Arena memory under staged tensors; given back when the last of them is gone.
+
+    Args:
+        arena: Where `ranges` are from.
+        ranges: The memory.
+    """
+
+    def __init__(self, arena: Arena, ranges: list[Range]) -> None:
+        self._arena = arena
+        self._ranges = ranges
+        # An arena may be closed while staged tensors are alive: they keep their slabs mapped.
+        self._slabs = [arena.slabs[taken.slab] for taken in ranges]
+        self.items: dict[int, tuple[torch.dtype, torch.Size, tuple[int, ...], Frame, int, int]] = {}
+
+    def __del__(self) -> None:
+        for taken in self._ranges:
+            self._arena.release(taken)
+
+
+class Stager:
+    """Copies tensors and framing into the arena.
+
+    Args:
+        arena: Where to.
+        file_format: Frames the items.
+        timeout_s: Seconds that any wait may take.
+    """
+
+    def __init__(self, arena: Arena, file_format: Format, timeout_s: float) -> None:
+        self._arena = arena
+        self._format = file_format
+        self._timeout_s = timeout_s
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._words: deque[ctypes.c_int64] = deque()
+        self._word_home: Range | None = None
+        self._word_lock = threading.Lock()
+        self._pin_warned = False
+
+    def pin(self, slab: Slab) -> None:
+        """Register a slab with CUDA, if this process uses CUDA; it is undone before the slab is unmapped."""
+        if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+            return
+        runtime = torch.cuda.cudart()
+        status = int(runtime.cudaHostRegister(slab.address, slab.nbytes, 0))
+        if status == 0:
+            slab.on_release.append(functools.partial(runtime.cudaHostUnregister, slab.address))
+        elif not self._pin_warned:
+            self._pin_warned = True
+            _LOG.warning(
+                "cannot pin host memory (cudaHostRegister: error %d): copies off the GPU will be slow; "
+                "raise the limit on locked memory (ulimit -l)",
+                status,
+            )
+
+    def item(self, data: torch.Tensor) -> Item:
+        """Frame a raw tensor; if it was staged, the item is where it was staged.
+
+        Args:
+            data: Tensor for which `is_raw` holds, of any device and strides.
+        """
+        nbytes = data.numel() * data.element_size()
+        strides = strides_of(data)
+        if nbytes and self._leases and data.device.type == "cpu":
+            address = data.data_ptr()
+            for lease in list(self._leases):
+                found = lease.items.get(address)
+                if found is not None and found[:3] == (data.dtype, data.shape, strides):
+                    return Item(found[3], data, nbytes, (found[4], found[5]))
+        if data.device.type == "meta":
+            raise StagingError("a tensor is on the meta device and has no values to save")
+        return Item(self._format.frame(data.dtype, data.shape, strides), data.detach(), nbytes)
+
+    def begin(self, devices: set[torch.device]) -> None:
+        """Make the side streams wait for what the caller's current streams have been given so far."""
+        for device in devices:
+            self._stream(device).wait_stream(torch.cuda.current_stream(device))
+
+    def fill(
+        self, items: Sequence[Item], offsets: Sequence[int], low: int, high: int, target: Range
+    ) -> CopyTicket:
+        """Materialise bytes [low, high) of a file image at the start of `target`, without blocking on CUDA.
+
+        Args:
+            items: The file's items, none of them staged.
+            offsets: Where they begin, in bytes from the start of the file, ascending.
+            low: First byte of the file to materialise.
+            high: Byte after the last.
+            target: Arena memory of at least `high - low` bytes.
+
+        Returns:
+            A ticket; the bytes are there once it is done.
+        """
+        address = self._arena.address(target) - low
+        position = low
+        copies = _Copies(self, target)
+        for index in range(max(0, bisect.bisect_right(offsets, low) - 1), len(items)):
+            start = offsets[index]
+            if start >= high:
+                break
+            if start > position:
+                ctypes.memset(address + position, 0, start - position)
+            item = items[index]
+            prefix, suffix = item.frame
+            for literal, begin in ((prefix, start), (suffix, start + len(prefix) + item.nbytes)):
+                first, last = max(begin, low), min(begin + len(literal), high)
+                if first < last:
+                    part = literal if last - first == len(literal) else literal[first - begin : last - begin]
+                    ctypes.memmove(address + first, part, last - first)
+            if item.tensor is not None:
+                begin = start + len(prefix)
+                first, last = max(begin, low), min(begin + item.nbytes, high)
+                if first < last:
+                    copies.add(item.tensor, first - begin, last - begin, address + first)
+                if last == begin + item.nbytes:
+                    item.tensor = None
+            position = start + item.size
+        if position < high:
+            ctypes.memset(address + position, 0, high - position)
+        return copies.end()
+
+    def stage(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], CopyTicket]:
+        """Copy a whole state, before there is a plan.
+
+        Args:
+            state: Nested containers of tensors of any kind and Python objects.
+
+        Returns:
+            The same structure, whose tensors view the arena and whose objects are copies, and a ticket: the
+            tensors hold the values of the call once it is done. Work that the caller gives to its current
+            CUDA streams after this call runs after the copies.
+
+        Raises:
+            StagingError: Something cannot be copied, or the state does not fit the host memory budget.
+        """
+        slots: list[_Slot] = []
+        build = self._prepare(state, (), slots)
+        blocks = _into_blocks([slot.size for slot in slots])
+        total = sum(nbytes for _, _, nbytes in blocks)
+        if total > self._arena.budget_bytes:
+            raise StagingError(
+                f"the state takes {total / 2**30:.2f} GiB of host memory and the budget is "
+                f"{self._arena.budget_bytes / 2**30:.2f} GiB: raise --ckpt-host-memory, or save with dcp.save"
+            )
+        ranges: list[Range] = []
+        try:
+            for _, _, nbytes in blocks:
+                ranges.append(self._arena.reserve(nbytes, timeout_s=self._timeout_s, want_bytes=total))
+        except StagingError:
+            for taken in ranges:
+                self._arena.release(taken)
+            raise
+        lease = Lease(self._arena, ranges)
+        self.begin({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
+        copies = _Copies(self, None)
+        for (first, offsets, nbytes), taken in zip(blocks, ranges, strict=True):
+            self._fill_block(slots[first : first + len(offsets)], offsets, nbytes, taken, lease, copies)
+        self._leases.add(lease)
+        ticket = copies.end(caller_waits=True)
+        staged = build()
+        for slot in slots:
+            del slot.tensor, slot.staged
+        return staged, ticket
+
+    def close(self) -> None:
+        """Give back what the stager itself holds of the arena."""
+        self._words.clear()
+        if self._word_home is not None:
+            self._arena.release(self._word_home)
+            self._word_home = None
+
+    def _fill_block(
+        self, slots: list[_Slot], offsets: list[int], nbytes: int, taken: Range, lease: Lease, copies: _Copies
+    ) -> None:
+        address = self._arena.address(taken)
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        # Every staged tensor has a storage of its own over this buffer, and so keeps the lease alive.
+        memory.lease = lease  # type: ignore[attr-defined]
+        position = 0
+        for slot, offset in zip(slots, offsets, strict=True):
+            if offset > position:
+                ctypes.memset(address + position, 0, offset - position)
+            prefix, suffix = slot.frame
+            begin = offset + len(prefix)
+            payload_bytes = slot.size - len(prefix) - len(suffix)
+            ctypes.memmove(address + offset, prefix, len(prefix))
+            ctypes.memmove(address + begin + payload_bytes, suffix, len(suffix))
+            position = offset + slot.size
+            dtype, shape = slot.tensor.dtype, slot.tensor.shape
+            slot.staged = torch.empty(0, dtype=dtype)
+            if payload_bytes == 0:
+                slot.staged = torch.empty_strided(shape, slot.strides, dtype=dtype)
+                continue
+            raw = torch.frombuffer(memory, dtype=torch.uint8, count=payload_bytes, offset=begin)
+            slot.staged.set_(raw.untyped_storage(), 0, shape, slot.strides)
+            slot.staged.requires_grad_(slot.tensor.requires_grad)
+            copies.add(slot.tensor.detach(), 0, payload_bytes, address + begin, raw)
+            lease.items[address + begin] = (
+                dtype, shape, slot.strides, slot.frame, taken.slab, taken.offset + offset
+            )  # fmt: skip
+
+    def _prepare(self, value: Any, path: tuple[object, ...], slots: list[_Slot]) -> Callable[[], Any]:
+        """Snapshot everything but raw tensors now, list those in `slots`; the result builds the staged value."""
+        if isinstance(value, torch.Tensor):
+            return self._prepare_tensor(value, path, slots)
+        if type(value) in _PLAIN:
+            return lambda: value
+        if isinstance(value, Mapping):
+            parts = {key: self._prepare(entry, (*path, key), slots) for key, entry in value.items()}
+            if type(value) is dict or not isinstance(value, MutableMapping):
+                return lambda: {key: build() for key, build in parts.items()}
+            shell = copy.copy(value)
+
+            def fill_shell() -> MutableMapping[Any, Any]:
+                for key, build in parts.items():
+                    shell[key] = build()
+                return shell
+
+            return fill_shell
+        if type(value) is list or isinstance(value, tuple):
+            entries = [self._prepare(entry, (*path, i), slots) for i, entry in enumerate(value)]
+            if type(value) is list:
+                return lambda: [build() for build in entries]
+            if hasattr(value, "_fields"):
+                return lambda: type(value)(*[build() for build in entries])
+            return lambda: tuple([build() for build in entries])
+        try:
+            twin = copy.deepcopy(value)
+        except Exception as error:  # noqa: BLE001 - whatever an object of the user's raises becomes our error
+            name = ".".join(map(str, path))
+            raise StagingError(f"cannot copy {name} ({type(value).__name__}): {error}") from None
+        return lambda: twin
+
+    def _prepare_tensor(
+        self, value: torch.Tensor, path: tuple[object, ...], slots: list[_Slot]
+    ) -> Callable[[], Any]:
+        if isinstance(value, ShardedTensor):
+            return self._prepare_sharded(value, path, slots)
+        if is_raw(value):
+            if value.device.type == "meta":
+                name = ".".join(map(str, path))
+                raise StagingError(f"{name} is on the meta device and has no values to save")
+            strides = strides_of(value)
+            frame = self._format.frame(value.dtype, value.shape, strides)
+            size = len(frame.prefix) + value.numel() * value.element_size() + len(frame.suffix)
+            slot = _Slot(value, strides, frame, size)
+            slots.append(slot)
+            return lambda: slot.staged
+        if is_traceable_wrapper_subclass(value):
+            names, context = value.__tensor_flatten__()
+            parts = {name: self._part(getattr(value, name), (*path, name), slots) for name in names}
+            kind, size_, stride = type(value), value.size(), value.stride()
+            return lambda: kind.__tensor_unflatten__(
+                {name: build() for name, build in parts.items()}, context, size_, stride
+            )
+        twin = value.detach().cpu().clone()
+        return lambda: twin
+
+    def _part(self, value: Any, path: tuple[object, ...], slots: list[_Slot]) -> Callable[[], Any]:
+        # A wrapper may hand out parts that are no tensors, such as a DTensor's mesh: they are shared.
+        return self._prepare_tensor(value, path, slots) if isinstance(value, torch.Tensor) else lambda: value
+
+    def _prepare_sharded(
+        self, value: ShardedTensor, path: tuple[object, ...], slots: list[_Slot]
+    ) -> Callable[[], Any]:
+        shards = [
+            (self._prepare_tensor(shard.tensor, (*path, i), slots), shard.metadata)
+            for i, shard in enumerate(value.local_shards())
+        ]
+
+        def build() -> ShardedTensor:
+            # The constructor communicates; the twin shares everything but the shards' memory.
+            twin = ShardedTensor.__new__(
+                ShardedTensor, value.sharding_spec(), *value.size(), dtype=value.dtype
+            )
+            twin.__dict__.update(value.__dict__)
+            twin._local_shards = [Shard(part(), metadata) for part, metadata in shards]
+            return twin
+
+        return build
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def take_word(self) -> ctypes.c_int64:
+        """Return a word of pinned memory that is 0."""
+        with self._word_lock:
+            self._reserve_words()
+        word = self._words.popleft()
+        word.value = 0
+        return word
+
+    def _reserve_words(self) -> None:
+        if self._word_home is None:
+            self._word_home = self._arena.reserve(PAGE_BYTES, timeout_s=self._timeout_s)
+            address = self._arena.address(self._word_home)
+            self._words.extend(ctypes.c_int64.from_address(address + 8 * i) for i in range(_WORDS))
+
+
+class _Slot:
+    __slots__ = ("frame", "size", "staged", "strides", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...], frame: Frame, size: int) -> None:
+        self.tensor = tensor
+        self.strides = strides
+        self.frame = frame
+        self.size = size
+        self.staged: torch.Tensor
+
+
+class _Copies:
+    """A group of copies that end together."""
+
+    def __init__(self, stager: Stager, target: Range | None) -> None:
+        self._stager = stager
+        self._streams: set[torch.cuda.Stream] = set()
+        self._keep: list[torch.Tensor] = []
+
+    def add(
+        self, source: torch.Tensor, low: int, high: int, address: int, target: torch.Tensor | None = None
+    ) -> None:
+        """Copy bytes [low, high) of the payload of `source` to `address`."""
+        nbytes = high - low
+        verbatim = _is_verbatim(source)
+        if source.device.type == "cpu" and verbatim and nbytes <= _MEMMOVE_BYTES:
+            ctypes.memmove(address, source.data_ptr() + low, nbytes)
+            return
+        if target is None:
+            target = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+        if not source.is_cuda:
+            part = _flat_bytes(source)[low:high] if verbatim else _span(source, low, high)
+            target.copy_(part)
+            return
+        stream = self._stager._stream(source.device)  # noqa: SLF001 - one room
+        with torch.cuda.stream(stream):
+            part = _flat_bytes(source)[low:high] if verbatim else _span(source, low, high)
+            target.copy_(part, non_blocking=True)
+        self._streams.add(stream)
+        self._keep.append(part)
+
+    def end(self, *, caller_waits: bool = False) -> CopyTicket:
+        """Return the ticket of the group; with `caller_waits` the caller's streams wait for the copies."""
+        words = []
+        for stream in self._streams:
+            word = self._stager.take_word()
+            with torch.cuda.stream(stream):
+                one = torch.ones(1, dtype=torch.int64, device=stream.device)
+                torch.frombuffer(word, dtype=torch.int64).copy_(one, non_blocking=True)
+                self._keep.append(one)
+                event = stream.record_event()
+            if caller_waits:
+                torch.cuda.current_stream(stream.device).wait_event(event)
+            words.append((word, event))
+        return CopyTicket(words, self._keep, self._stager._words.extend)  # noqa: SLF001 - one room
+
+
+def _into_blocks(sizes: list[int]) -> list[tuple[int, list[int], int]]:
+    """Divide items into reservations: (index of the first item, offsets within the block, bytes)."""
+    blocks = []
+    first, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > _BLOCK_BYTES:
+            blocks.append((first, *lay_out(sizes[first:index])))
+            first, total = index, 0
+        total += size
+    if first < len(sizes):
+        blocks.append((first, *lay_out(sizes[first:])))
+    return blocks

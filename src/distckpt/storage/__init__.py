@@ -1,0 +1,116 @@
+"""Where checkpoints live: the storage interface, and the one function that picks an implementation.
+
+A storage is opened on one checkpoint directory; names are relative to it and use `/`. Rooms above never ask
+which storage they have.
+
+Threads: one thread at a time per object; a worker opens its own from `Storage.spec`.
+
+Torch-free. Client libraries are imported inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["ImageFile", "Storage", "StorageSpec", "open_storage", "reopen_storage"]
+
+StorageSpec = dict[str, str]
+"""What a worker needs to open the same storage; plain values only."""
+
+
+class ImageFile(Protocol):
+    """A file image that is being written by one lane."""
+
+    name: str
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Write all of `buffers`, one after the other, at `offset` bytes of the file.
+
+        Raises:
+            WriteError: The storage refused; `errno`, `path` and `offset` are filled.
+        """
+
+    def finish(self, nbytes: int) -> None:
+        """Make the file durable by the rules of this storage and check that it holds `nbytes` bytes.
+
+        Raises:
+            WriteError: The bytes are not durable, or their number is not `nbytes`.
+        """
+
+    def abort(self) -> None:
+        """Give the file up and remove what was written of it; never raises."""
+
+
+class Storage(Protocol):
+    """One checkpoint directory on some storage. Every method raises `WriteError` when the storage refuses."""
+
+    url: str
+    spec: StorageSpec
+
+    def prepare(self) -> None:
+        """Make the directory; a directory that others make at the same time is no error."""
+
+    def create_image(self, names: Sequence[str]) -> ImageFile:
+        """Create a file exclusively, under the first of `names` that is not taken."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Replace `name` by `data` in one atomic step that is durable, with all files finished before it."""
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
+        """Return `nbytes` bytes (default: all) from `offset`, fewer where the file ends; None if absent."""
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Return the files directly in directory `prefix` of the checkpoint, with their sizes in bytes."""
+
+    def delete(self, name: str) -> None:
+        """Remove a file, or a directory that is empty; one that is absent is no error."""
+
+
+def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:
+    """Open the storage of one checkpoint directory.
+
+    Args:
+        url: A path, or a URL that fsspec resolves. A `pathlib` path is always local.
+        options: Storage options, passed to fsspec as they are.
+
+    Returns:
+        The storage that suits the URL's scheme.
+
+    Raises:
+        ConfigError: fsspec does not know the URL or an option, or it leads to a storage that this version
+            does not write to.
+    """
+    from distckpt.storage.posix import PosixStorage
+
+    text = os.fspath(url)
+    if not text:
+        raise ConfigError("the checkpoint's path is empty")
+    if not isinstance(url, str) and not options:
+        return PosixStorage(os.path.abspath(text))
+
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        file_system, path = fsspec.url_to_fs(text, **(options or {}))
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"fsspec cannot open {text!r}: {error}") from error
+    if type(file_system) is not LocalFileSystem:
+        raise ConfigError(
+            f"{text!r}: this version of distckpt writes to local paths and file:// only, "
+            f"not to {type(file_system).__name__}"
+        )
+    return PosixStorage(path)
+
+
+def reopen_storage(spec: StorageSpec) -> Storage:
+    """Open, in a worker, the storage that `spec` describes."""
+    from distckpt.storage.posix import PosixStorage
+
+    return PosixStorage(spec["root"])

@@ -1,0 +1,228 @@
+"""Local disk and NFS through system calls.
+
+Invariants:
+    * A file counts as written only after every byte was accepted, fsync succeeded and its size was checked.
+    * `put` makes durable: the new file, its name, and the names of all images finished before it. A crash at
+      any instant leaves the old file or the new one.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING, NoReturn
+
+from distckpt.errors import WriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from distckpt.storage import StorageSpec
+
+_MAX_BUFFERS = 1024
+"""Source: IOV_MAX, limits.h(0p); Linux accepts 1024 buffers in one call."""
+_MKDIR_ATTEMPTS = 5
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+def _fail(error: OSError, path: str, doing: str, offset: int | None = None) -> NoReturn:
+    code = errno.errorcode.get(error.errno or 0, "?")
+    where = "" if offset is None else f" at byte {offset}"
+    raise WriteError(
+        f"{doing} {path}{where}: {os.strerror(error.errno or 0)} [{code}]",
+        errno=error.errno,
+        path=path,
+        offset=offset,
+    ) from error
+
+
+class PosixImage:
+    """A file that was created exclusively and is written by one lane."""
+
+    def __init__(self, fd: int, root: str, name: str) -> None:
+        self.name = name
+        self._path = os.path.join(root, name)
+        self._fd = fd
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `ImageFile.write`."""
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        try:
+            while pending:
+                written = os.pwritev(self._fd, pending[:_MAX_BUFFERS], offset)
+                if written == 0:
+                    raise OSError(errno.EIO, "the file accepts no more bytes")
+                offset += written
+                while pending and written >= pending[0].nbytes:
+                    written -= pending.pop(0).nbytes
+                if written:
+                    pending[0] = pending[0][written:]
+        except OSError as error:
+            _fail(error, self._path, "cannot write", offset)
+
+    def finish(self, nbytes: int) -> None:
+        """See `ImageFile.finish`."""
+        try:
+            os.fsync(self._fd)
+            size = os.fstat(self._fd).st_size
+        except OSError as error:
+            _fail(error, self._path, "cannot make durable")
+        if size != nbytes:
+            raise WriteError(
+                f"{self._path} holds {size} bytes after writing {nbytes}", path=self._path, offset=size
+            )
+        fd, self._fd = self._fd, -1
+        try:
+            os.close(fd)
+        except OSError as error:
+            _fail(error, self._path, "cannot close")
+
+    def abort(self) -> None:
+        """See `ImageFile.abort`."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+
+class PosixStorage:
+    """A checkpoint directory on a file system of this machine.
+
+    Args:
+        root: Absolute path of the directory.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.url = root
+        self.spec: StorageSpec = {"kind": "posix", "root": root}
+
+    def prepare(self) -> None:
+        """See `Storage.prepare`."""
+        self._make_directory(self.root)
+
+    def create_image(self, names: Sequence[str]) -> PosixImage:
+        """See `Storage.create_image`."""
+        for name in names:
+            path = os.path.join(self.root, name)
+            try:
+                return PosixImage(os.open(path, _NEW_FILE, 0o644), self.root, name)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                _fail(error, path, "cannot create")
+        path = os.path.join(self.root, names[-1])
+        raise WriteError(f"cannot create {path}: it exists already [EEXIST]", errno=errno.EEXIST, path=path)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `Storage.put`."""
+        path = os.path.join(self.root, name)
+        folder = os.path.dirname(path)
+        self._make_directory(folder)
+        partial = f"{path}.{os.getpid()}.tmp"
+        try:
+            fd = os.open(partial, _NEW_FILE & ~os.O_EXCL | os.O_TRUNC, 0o644)
+            try:
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(fd, left) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(partial, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            _fail(error, path, "cannot write")
+        while True:
+            self._sync_directory(folder)
+            if folder == self.root:
+                break
+            folder = os.path.dirname(folder)
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
+        """See `Storage.read`."""
+        path = os.path.join(self.root, name)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                if nbytes is None:
+                    nbytes = max(0, os.fstat(file.fileno()).st_size - offset)
+                data = bytearray(nbytes)
+                view, done = memoryview(data), 0
+                while done < nbytes:
+                    got = os.preadv(file.fileno(), [view[done:]], offset + done)
+                    if got == 0:
+                        break
+                    done += got
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            _fail(error, path, "cannot read", offset)
+        view.release()
+        del data[done:]
+        return data
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """See `Storage.list`."""
+        folder = os.path.join(self.root, prefix) if prefix else self.root
+        found: dict[str, int] = {}
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            found[entry.name] = status.st_size
+                        elif stat.S_ISDIR(status.st_mode):
+                            found[entry.name + "/"] = 0
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            _fail(error, folder, "cannot list")
+        return found
+
+    def delete(self, name: str) -> None:
+        """See `Storage.delete`."""
+        path = os.path.join(self.root, name)
+        remove: Callable[[str], None] = os.rmdir if name.endswith("/") else os.unlink
+        try:
+            remove(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _fail(error, path, "cannot remove")
+
+    def _make_directory(self, folder: str) -> None:
+        created: list[str] = []
+        for attempt in range(_MKDIR_ATTEMPTS):
+            try:
+                missing = folder
+                while not os.path.isdir(missing):
+                    created.append(missing)
+                    missing = os.path.dirname(missing)
+                os.makedirs(folder, exist_ok=True)
+                break
+            except (FileExistsError, FileNotFoundError) as error:
+                # Others make the same directories: on Lustre and NFS mkdir loses that race in several ways.
+                if attempt + 1 == _MKDIR_ATTEMPTS:
+                    _fail(error, folder, "cannot make directory")
+            except OSError as error:
+                _fail(error, folder, "cannot make directory")
+        for path in created:
+            self._sync_directory(os.path.dirname(path))
+
+    def _sync_directory(self, folder: str) -> None:
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            _fail(error, folder, "cannot make durable the directory")

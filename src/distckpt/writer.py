@@ -1,0 +1,607 @@
+"""StorageWriter: the engine behind torch.distributed.checkpoint's interface.
+
+Invariants:
+    * `reset` and `stage` never raise: what went wrong there is raised where torch carries it to all ranks.
+    * No name and no id of a save travels in a plan, which torch may cache and replay.
+    * The `rank` that DCP passes is used, never that of the default group.
+
+Threads: DCP runs each save on one thread (`async_save`: one of its own), so a save's state is kept per thread
+and saves in flight do not mix.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+import uuid
+import warnings
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
+
+from distckpt import observe
+from distckpt.commit import Manifest, ManifestRef, claim, plan_digest, publish, write_manifest
+from distckpt.config import CheckpointConfig, warn_async_workers
+from distckpt.coordination import Participant
+from distckpt.engine import Engine
+from distckpt.errors import CheckpointError, CommitError, ConfigError, DistckptWarning, StagingError
+from distckpt.formats import Frame
+from distckpt.geometry import misfit
+from distckpt.staging import Item, StagingFailure, is_raw
+from distckpt.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from distckpt.staging import CopyTicket
+
+_LOG = logging.getLogger(__name__)
+_GIB = 1 << 30
+DCP_VERSION = "1.0.0"
+"""Source: CURRENT_DCP_VERSION in torch/distributed/checkpoint/filesystem.py, 2.9 to 2.14."""
+_Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class ManifestedResult(WriteResult):
+    """The first result of a rank, which also tells the coordinator of its manifest.
+
+    Attributes:
+        manifest: The rank's manifest.
+        dtypes: What was written where the plan, replayed from a cache, says another dtype.
+    """
+
+    manifest: ManifestRef | None = None
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+@dataclass
+class _Save:
+    """One save of one rank."""
+
+    save_id: str
+    path: _Path | None
+    participant: Participant = Participant()
+    is_set_up: bool = False
+    started: float = 0.0
+
+
+class StorageWriter(TorchStorageWriter, AsyncStager):
+    """Writes checkpoints that stock PyTorch reads; for `dcp.save` and `dcp.async_save`.
+
+    One object serves any number of saves, one after the other or in flight together.
+
+    Args:
+        path: Checkpoint directory, or a URL that fsspec resolves to a local one; may be left to the
+            `checkpoint_id` of each save.
+        config: Settings; default: `CheckpointConfig()`.
+        storage_options: Passed to fsspec as they are.
+        **settings: Fields of `CheckpointConfig`, which override `config`.
+
+    Raises:
+        ConfigError: A setting, the URL or a storage option cannot be honoured.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        path: _Path | None = None,
+        config: CheckpointConfig | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._config = CheckpointConfig.build(config, settings)
+        self._path = path
+        self._storage_options = dict(storage_options or {})
+        if path is not None:
+            open_storage(path, self._storage_options)
+        logging.getLogger("distckpt").setLevel(self._config.log_level.upper())
+        self._open()
+
+    def _open(self) -> None:
+        self._local = threading.local()
+        self._engine: Engine | None = None
+        self._engine_lock = threading.Lock()
+        self._closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave threads, processes and memory behind: torch's PROCESS mode pickles the writer."""
+        _warn_once_of_process_mode()
+        return {"_config": self._config, "_path": self._path, "_storage_options": self._storage_options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start anew in another process."""
+        self.__dict__.update(state)
+        self._open()
+
+    def __enter__(self) -> StorageWriter:
+        """Return the writer; it is closed on leaving."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close the writer."""
+        self.close()
+
+    @property
+    def checkpoint_id(self) -> _Path | None:
+        """The checkpoint's directory, as it was given."""
+        save = self._current()
+        return save.path if save is not None else self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
+        """Say whether this writer can write there."""
+        try:
+            open_storage(checkpoint_id)
+        except ConfigError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: _Path | None = None) -> None:
+        """Begin a save.
+
+        Args:
+            checkpoint_id: Its directory; default: that of the last save on this writer.
+        """
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+        self._local.save = _Save(uuid.uuid4().hex, self._path)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what torch records of the save."""
+        save = self._begin()
+        return StorageMeta(checkpoint_id=save.path, save_id=save.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take this process's place in the save.
+
+        Args:
+            is_coordinator: Whether this rank publishes.
+            *args: Ignored, as in torch.
+            **kwargs: `rank` among the participants and `use_collectives`.
+
+        Raises:
+            ConfigError: The save has no directory.
+        """
+        save = self._begin()
+        save.is_set_up = True
+        save.started = time.monotonic()
+        save.participant = Participant(
+            kwargs.get("rank") or 0, bool(is_coordinator), bool(kwargs.get("use_collectives", True))
+        )
+        if save.path is None:
+            raise ConfigError(
+                "no checkpoint directory: give StorageWriter a path or the save a checkpoint_id"
+            )
+        if self._closed:
+            raise CheckpointError("the StorageWriter is closed", rank=save.participant.rank)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Claim the directory, if this rank coordinates; the plan is not changed."""
+        save = self._require()
+        if save.participant.is_coordinator and save.participant.use_collectives:
+            storage = self._storage(save)
+            storage.prepare()
+            claim(storage, save.save_id)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return `plans` unchanged."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write all items of `plan` durably.
+
+        Args:
+            plan: What this rank writes.
+            planner: Resolves items to tensors and bytes.
+
+        Returns:
+            A future that is done.
+
+        Raises:
+            CheckpointError: Something could not be copied or written; see `Engine.write`.
+        """
+        save = self._require()
+        future: TorchFuture[list[WriteResult]] = TorchFuture()
+        try:
+            future.set_result(self._write(save, plan, planner))
+        except BaseException as error:
+            self._report(save, error)
+            raise
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the checkpoint.
+
+        Args:
+            metadata: What torch's planner says of the whole.
+            results: What each rank wrote.
+
+        Raises:
+            CommitError: The results do not cover the plan, or it could not be published.
+        """
+        save = self._require()
+        try:
+            self._publish(save, metadata, results)
+        except BaseException as error:
+            self._report(save, error)
+            raise
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Copy the state to host memory, for `dcp.async_save`.
+
+        CPU tensors and Python objects are copied when this returns. Copies of CUDA tensors may still run: work
+        that the caller's current streams are given from now on waits for them on the device.
+
+        Args:
+            state_dict: The state.
+
+        Returns:
+            A future of the staged state. If the state cannot be staged, what it holds raises the error while
+            the local plan is made, where torch carries it to every rank.
+        """
+        future: Future[dict[str, Any]] = Future()
+        try:
+            warn_async_workers(
+                replace(self._config, async_save=True) if not self._config.async_save else self._config,
+                local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                cores=len(os.sched_getaffinity(0)),
+            )
+            _drain_at_exit()
+            staged, ticket = self._get_engine().stage(state_dict)
+        except Exception as error:  # noqa: BLE001 - forwarded through the staged state to every rank
+            failure = (
+                error if isinstance(error, StagingError) else StagingError(f"{type(error).__name__}: {error}")
+            )
+            _LOG.error("the state could not be staged: %s", error)
+            future.set_result({"distckpt staging": StagingFailure(failure)})
+            return future
+        if ticket.done():
+            future.set_result(staged)
+        else:
+            threading.Thread(
+                target=_resolve,
+                args=(future, staged, ticket, self._timeout_s),
+                name="distckpt-staging",
+                daemon=True,
+            ).start()
+        return future
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` has ordered the copies before the caller's further work."""
+
+    def close(self) -> None:
+        """End workers and give memory back; idempotent, and needs no process group."""
+        with self._engine_lock:
+            self._closed = True
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._config.distributed_timeout_minutes * 60
+
+    def _current(self) -> _Save | None:
+        return getattr(self._local, "save", None)
+
+    def _begin(self) -> _Save:
+        save = self._current()
+        if save is None or save.is_set_up:
+            self.reset()
+            save = self._current()
+            assert save is not None
+        return save
+
+    def _require(self) -> _Save:
+        save = self._current()
+        if save is None or not save.is_set_up:
+            raise CheckpointError("set_up_storage_writer was not called on this thread")
+        return save
+
+    def _storage(self, save: _Save) -> Storage:
+        assert save.path is not None
+        return open_storage(save.path, self._storage_options)
+
+    def _get_engine(self) -> Engine:
+        with self._engine_lock:
+            if self._closed:
+                raise CheckpointError("the StorageWriter is closed")
+            if self._engine is None:
+                self._engine = Engine.open(self._config)
+            return self._engine
+
+    def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        rank = save.participant.rank
+        engine = self._get_engine()
+        storage = self._storage(save)
+        items, dtypes = [], {}
+        for write_item in plan.items:
+            try:
+                item, dtype = _resolve_item(engine, planner, write_item)
+            except StagingError as error:
+                raise StagingError(f"{write_item.index.fqn}: {error} (rank {rank})", rank=rank) from error
+            items.append(item)
+            if dtype is not None:
+                dtypes[write_item.index.fqn] = dtype
+        if dtypes:
+            _LOG.warning(
+                "the plan, cached or made by the planner, states another dtype than %d tensors have; "
+                "the metadata will state what was written: %s", len(dtypes), _first(dtypes)
+            )  # fmt: skip
+        placements = engine.write(storage, save.save_id, rank, items)
+        del items
+        if not placements:
+            return []
+        manifest = Manifest(save.save_id, rank, self._config.ckpt_format, _digest(plan.items))
+        results = []
+        numbers: dict[str, int] = {}
+        for write_item, placement in zip(plan.items, placements, strict=True):
+            index = write_item.index
+            number = numbers.setdefault(placement.file, len(numbers))
+            end = placement.offset + placement.nbytes
+            manifest.files[placement.file] = max(manifest.files.get(placement.file, 0), end)
+            manifest.fqns.append(index.fqn)
+            manifest.chunks.append(index.offset)
+            manifest.item_files.append(number)
+            manifest.offsets.append(placement.offset)
+            manifest.sizes.append(placement.nbytes)
+            manifest.checksums.append(placement.checksums)
+            info = _StorageInfo(placement.file, placement.offset, placement.nbytes)
+            results.append(WriteResult(index, placement.nbytes, info))
+        ref = write_manifest(storage, manifest)
+        first = results[0]
+        results[0] = ManifestedResult(first.index, first.size_in_bytes, first.storage_data, ref, dtypes)
+        seconds = time.monotonic() - save.started
+        nbytes = sum(manifest.files.values())
+        observe.emit("rank.written", save_id=save.save_id, rank=rank, nbytes=nbytes, seconds=seconds)
+        _LOG.info(
+            "rank %d wrote %.3f GiB in %d items and %d files to %s in %.2f s",
+            rank, nbytes / _GIB, len(results), len(manifest.files), storage.url, seconds,
+        )  # fmt: skip
+        return results
+
+    def _publish(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        participant = save.participant
+        if not participant.publishes:
+            return
+        manifests = [
+            r.manifest for rank in results for r in rank[:1] if isinstance(r, ManifestedResult) and r.manifest
+        ]
+        if len(manifests) != sum(1 for rank in results if rank):
+            raise CommitError("a rank's results name no manifest: all ranks must write with distckpt")
+        metadata.version = DCP_VERSION
+        metadata.storage_data = _merge(metadata, results, whole=participant.use_collectives)
+        metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.save_id)
+        dtypes = {
+            fqn: dtype
+            for rank in results
+            for r in rank[:1]
+            if isinstance(r, ManifestedResult)
+            for fqn, dtype in r.dtypes.items()
+        }
+        publish(
+            self._storage(save),
+            pickle.dumps(_compact(metadata, dtypes)),
+            save_id=save.save_id,
+            manifests=manifests,
+            rank=None if participant.use_collectives else participant.rank,
+            details={
+                "save_id": save.save_id,
+                "world": len(results),
+                "format": self._config.ckpt_format,
+                "seconds": round(time.monotonic() - save.started, 3),
+                "time": time.time(),
+            },
+        )
+        observe.emit("committed", save_id=save.save_id, path=str(save.path))
+        _LOG.info("committed %s (%d ranks)", save.path, len(results))
+
+    def _report(self, save: _Save, error: BaseException) -> None:
+        """Log a failure at once: with `async_save` nobody may ever ask for the result."""
+        _LOG.error("save %s of %s failed: %s: %s", save.save_id, save.path, type(error).__name__, error)
+        _note_failure()
+
+
+def _resolve_item(
+    engine: Engine, planner: SavePlanner, write_item: WriteItem
+) -> tuple[Item, torch.dtype | None]:
+    """Return the item, and its dtype if that is not what the plan says."""
+    data: Any = planner.resolve_data(write_item)
+    if isinstance(data, StagingFailure):
+        raise data.error
+    if write_item.type is WriteItemType.BYTE_IO:
+        return Item(Frame(bytes(data.getbuffer()), b""), None, 0), None
+    planned = write_item.tensor_data
+    if planned is None:
+        return _saved(data), None
+    if data.shape != planned.chunk.sizes:
+        raise StagingError(
+            f"the tensor has shape {tuple(data.shape)} where the plan says {tuple(planned.chunk.sizes)}"
+        )
+    dtype = data.dtype if data.dtype != planned.properties.dtype else None
+    return engine.item(data) if is_raw(data) else _saved(data), dtype
+
+
+def _saved(data: torch.Tensor) -> Item:
+    """Return what is no plain memory as torch.save writes it."""
+    buffer = io.BytesIO()
+    torch.save(data.detach().cpu(), buffer)
+    return Item(Frame(bytes(buffer.getbuffer()), b""), None, 0)
+
+
+def _digest(items: list[WriteItem]) -> str:
+    return plan_digest(
+        (
+            item.index.fqn,
+            item.index.offset,
+            data.chunk.sizes if data else None,
+            str(data.properties.dtype if data else ""),
+        )
+        for item in items
+        for data in [item.tensor_data]
+    )
+
+
+def _merge(
+    metadata: Metadata, results: list[list[WriteResult]], *, whole: bool
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Return where each item lies, after checking that every chunk of the metadata was written once."""
+    merged: dict[MetadataIndex, WriteResult] = {}
+    for rank, written in enumerate(results):
+        for result in written:
+            earlier = merged.setdefault(result.index, result)
+            if earlier is not result:
+                merged[result.index] = _fuller(metadata, earlier, result, rank)
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            missing = None if MetadataIndex(fqn) in merged else "its bytes"
+        else:
+            missing = next(
+                (
+                    f"chunk {tuple(c.offsets)}"
+                    for c in entry.chunks
+                    if MetadataIndex(fqn, c.offsets) not in merged
+                ),
+                None,
+            )
+            if whole and missing is None and len(entry.chunks) > 1:
+                missing = misfit(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        if missing is not None:
+            raise CommitError(f"not published: nobody wrote {fqn!r} completely: {missing}")
+    return {index: result.storage_data for index, result in merged.items()}
+
+
+def _fuller(metadata: Metadata, first: WriteResult, second: WriteResult, rank: int) -> WriteResult:
+    # An empty shard may have the offsets of a real one: the real one is what a reader must find.
+    entry = metadata.state_dict_metadata[first.index.fqn]
+    if isinstance(entry, TensorStorageMetadata):
+        counts = [
+            entry.chunks[r.index.index].sizes.numel() if r.index.index is not None else r.size_in_bytes
+            for r in (first, second)
+        ]
+        if 0 in counts:
+            return first if counts[0] else second
+    raise CommitError(
+        f"not published: {first.index.fqn!r} was written by two ranks, the second is rank {rank}"
+    )
+
+
+def _compact(metadata: Metadata, dtypes: dict[str, torch.dtype]) -> Metadata:
+    """Return `metadata` with equal properties and chunks as one object each, which pickle writes once."""
+    properties: dict[object, TensorProperties] = {}
+    chunks: dict[object, ChunkStorageMetadata] = {}
+    entries: dict[str, Any] = {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            entries[fqn] = entry
+            continue
+        own = entry.properties
+        if fqn in dtypes:
+            own = replace(own, dtype=dtypes[fqn])
+        key = (own.dtype, own.layout, own.requires_grad, own.memory_format, own.pin_memory)
+        entries[fqn] = TensorStorageMetadata(
+            properties.setdefault(key, own),
+            entry.size,
+            [chunks.setdefault((chunk.offsets, chunk.sizes), chunk) for chunk in entry.chunks],
+        )
+    return replace(metadata, state_dict_metadata=entries)
+
+
+def _first(names: Mapping[str, object]) -> str:
+    return ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _resolve(
+    future: Future[dict[str, Any]], staged: dict[str, Any], ticket: CopyTicket, timeout_s: float
+) -> None:
+    try:
+        ticket.wait(timeout_s)
+    except StagingError as error:
+        _LOG.error("the state could not be staged: %s", error)
+        staged = {"distckpt staging": StagingFailure(error)}
+    future.set_result(staged)
+
+
+_process_mode_warned = False
+
+
+def _warn_once_of_process_mode() -> None:
+    global _process_mode_warned
+    if not _process_mode_warned:
+        _process_mode_warned = True
+        warnings.warn(
+            "AsyncCheckpointerType.PROCESS pickles the staged state into another process, one more copy in host memory; "
+            "dist_ckpt_workers > 1 with AsyncCheckpointerType.THREAD gives what it is for without that copy",
+            DistckptWarning,
+            stacklevel=2,
+        )
+
+
+class _ExitState:
+    """Whether the interpreter is on its way out, and whether a save failed meanwhile."""
+
+    exiting = False
+    failed = False
+    registered = False
+
+
+def _drain_at_exit() -> None:
+    """Let a background save that fails while the interpreter waits for it change the exit status.
+
+    The interpreter joins torch's save threads at exit, so the save itself ends properly; only its result would
+    be lost.
+    """
+    if _ExitState.registered:
+        return
+    _ExitState.registered = True
+    # Called before the interpreter joins threads, unlike atexit. Source: threading._register_atexit, which
+    # concurrent.futures uses for the same purpose (CPython 3.9 to 3.14).
+    threading._register_atexit(_begin_exit)  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit.register(_end_exit, os.getpid())
+
+
+def _begin_exit() -> None:
+    _ExitState.exiting = True
+
+
+def _note_failure() -> None:
+    if _ExitState.exiting:
+        _ExitState.failed = True
+
+
+def _end_exit(owner_pid: int) -> None:
+    if not _ExitState.failed or os.getpid() != owner_pid:
+        return
+    _LOG.error("the last checkpoint was lost: a save failed while the process was exiting")
+    # Only leaving the interpreter here changes its status; what others registered runs first.
+    atexit._run_exitfuncs()  # noqa: SLF001 - has no public name
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)

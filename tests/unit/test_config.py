@@ -1,0 +1,315 @@
+"""Settings: what is accepted, what is refused and why, and the flags that follow from the fields."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import logging
+import os
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distckpt import config as config_module
+from distckpt.config import CheckpointConfig, add_arguments, warn_async_workers
+from distckpt.errors import ConfigError, DistckptWarning
+
+DEFAULTS: dict[str, object] = {
+    "dist_ckpt_workers": 1,
+    "async_save": False,
+    "distributed_timeout_minutes": 10.0,
+    "ckpt_format": "torch_dist",
+    "ckpt_host_memory": "auto",
+    "ckpt_checksum": "crc32c",
+    "ckpt_on_failure": "raise",
+    "log_level": "info",
+}
+FLAGS = {
+    "--dist-ckpt-workers",
+    "--async-save",
+    "--distributed-timeout-minutes",
+    "--ckpt-format",
+    "--ckpt-host-memory",
+    "--ckpt-checksum",
+    "--ckpt-on-failure",
+    "--log-level",
+}
+UNAVAILABLE_FLAGS = {
+    "--ckpt-fully-parallel-save",
+    "--no-ckpt-fully-parallel-save",
+    "--ckpt-fully-parallel-load",
+    "--no-ckpt-fully-parallel-load",
+    "--load-rng",
+}
+UNAVAILABLE_SETTINGS = ["ckpt_fully_parallel_save", "ckpt_fully_parallel_load", "load_rng", "keep_last"]
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "_warned_workers", set())
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def make(**settings: Any) -> CheckpointConfig:
+    return CheckpointConfig.from_mapping(settings)
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(CheckpointConfig()) == DEFAULTS
+
+
+def test_frozen_hashable_and_copied_whole() -> None:
+    config = make(ckpt_checksum="none", distributed_timeout_minutes=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.log_level = "debug"  # type: ignore[misc]
+    for found in (pickle.loads(pickle.dumps(config)), copy.copy(config), copy.deepcopy(config)):
+        assert found == config
+        assert hash(found) == hash(config)
+    assert dataclasses.replace(config, log_level="debug").log_level == "debug"
+    assert isinstance(config.distributed_timeout_minutes, float)
+
+
+def test_every_field_describes_itself() -> None:
+    for field in dataclasses.fields(CheckpointConfig):
+        assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("dist_ckpt_workers", value) for value in (0, -1, True, 1.0, "2", None)),
+        *(("async_save", value) for value in (1, 0, "yes", None)),
+        *(
+            ("distributed_timeout_minutes", value)
+            for value in (0, -1, True, "10", None, float("nan"), float("inf"), 10**400)
+        ),
+        *(("ckpt_format", value) for value in ("", "torch", None, 1, ["torch_dist"])),
+        *(
+            ("ckpt_host_memory", value)
+            for value in (
+                *(0, -1, True, 1.5, None, "", "0", "-1", "0GiB", "0%", "101%", "-5%", "12 parsecs", "GiB"),
+                *("1e9", "half", "%", "nan%", "9" * 5000, "9" * 400 + ".5GiB", "0.1"),
+            )
+        ),
+        *(("ckpt_checksum", value) for value in ("md5", None, False)),
+        *(("ckpt_on_failure", value) for value in ("ignore", None)),
+        *(("log_level", value) for value in ("INFO", "trace", 20, None)),
+    ],
+)
+def test_bad_value_names_setting_and_value(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**{name: value})
+    assert str(caught.value).startswith(f"{name}: expected ")
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "available"),
+    [
+        ("ckpt_format", "safetensors", "torch_dist"),
+        ("ckpt_format", "zarr", "torch_dist"),
+        ("ckpt_on_failure", "warn", "raise"),
+        ("ckpt_on_failure", "retry", "raise"),
+    ],
+)
+def test_planned_value_says_what_is_available(name: str, value: str, available: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{value}.*not available in this version of distckpt; available: {available}"
+    ):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE_SETTINGS)
+def test_planned_setting_says_what_is_available(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: not available in this version of distckpt; .*log_level"):
+        make(**{name: True})
+
+
+def test_unknown_setting_is_a_config_error_with_a_suggestion() -> None:
+    expected = "dist_ckpt_wokers: unknown setting; did you mean 'dist_ckpt_workers'"
+    with pytest.raises(ConfigError, match=expected):
+        CheckpointConfig(dist_ckpt_wokers=2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=expected):
+        make(dist_ckpt_wokers=2)
+    with pytest.raises(ConfigError, match=expected):
+        CheckpointConfig.build(CheckpointConfig(), {"dist_ckpt_wokers": 2})
+    with pytest.raises(ConfigError, match="colour: unknown setting; available settings: dist_ckpt_workers"):
+        make(colour="red")
+    with pytest.raises(ConfigError, match="by name"):
+        CheckpointConfig(2)  # type: ignore[call-arg]
+
+
+def test_build_lets_settings_override_the_config() -> None:
+    config = make(dist_ckpt_workers=3, ckpt_checksum="none")
+    assert CheckpointConfig.build(config, {}) is config
+    assert CheckpointConfig.build(None, {}) == CheckpointConfig()
+    assert CheckpointConfig.build(config, {"dist_ckpt_workers": 2}) == make(
+        dist_ckpt_workers=2, ckpt_checksum="none"
+    )
+    with pytest.raises(ConfigError, match="expected a CheckpointConfig, got dict"):
+        CheckpointConfig.build({"dist_ckpt_workers": 2}, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("auto", 500),
+        ("50%", 500),
+        ("100%", 1000),
+        ("12.5 %", 125),
+        (7, 7),
+        ("7", 7),
+        ("7B", 7),
+        ("12GiB", 12 * 2**30),
+        ("12G", 12 * 2**30),
+        ("12gib", 12 * 2**30),
+        ("12 GB", 12 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("1.5KiB", 1536),
+        ("1TiB", 2**40),
+        (str(2**53 + 1), 2**53 + 1),
+    ],
+)
+def test_host_memory(value: str | int, expected: int) -> None:
+    assert make(ckpt_host_memory=value).host_memory_bytes(1000, 1) == expected
+
+
+def test_relative_host_memory_is_shared_by_the_ranks_of_the_machine() -> None:
+    assert make().host_memory_bytes(1000, 4) == 125
+    assert make(ckpt_host_memory="80%").host_memory_bytes(1000, 4) == 200
+    assert make(ckpt_host_memory=300).host_memory_bytes(1000, 4) == 300
+
+
+@given(st.text() | st.integers() | st.floats() | st.none() | st.binary())
+def test_host_memory_takes_anything_or_refuses_it(value: Any) -> None:
+    try:
+        config = make(ckpt_host_memory=value)
+    except ConfigError:
+        return
+    assert config.host_memory_bytes(2**40, 1) > 0
+
+
+def test_flag_set_is_frozen() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    assert set(parser._option_string_actions) == FLAGS | UNAVAILABLE_FLAGS
+    fields = [field.name for field in dataclasses.fields(CheckpointConfig)]
+    assert {"--" + name.replace("_", "-") for name in fields} == FLAGS
+    assert vars(parser.parse_args([])) == DEFAULTS
+
+
+def test_flags_reach_the_config() -> None:
+    arguments = (
+        "--dist-ckpt-workers 1 --async-save --distributed-timeout-minutes 2.5 --ckpt-format torch_dist "
+        "--ckpt-host-memory 50% --ckpt-checksum none --ckpt-on-failure raise --log-level debug"
+    )
+    assert CheckpointConfig.from_args(parse(*arguments.split())) == CheckpointConfig(
+        async_save=True,
+        distributed_timeout_minutes=2.5,
+        ckpt_host_memory="50%",
+        ckpt_checksum="none",
+        log_level="debug",
+    )
+    assert CheckpointConfig.from_args(parse()) == CheckpointConfig()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--dist-ckpt-workers", "0"], "an integer of at least 1"),
+        (["--dist-ckpt-workers", "two"], "an integer of at least 1"),
+        (["--ckpt-format", "zarr"], "'zarr' is not available in this version of distckpt"),
+        *(
+            ([flag], f"{flag}: not available in this version of distckpt")
+            for flag in sorted(UNAVAILABLE_FLAGS)
+        ),
+    ],
+)
+def test_bad_flag_is_a_usage_error(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(*arguments)
+    assert caught.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in FLAGS)
+    assert not any(flag in text for flag in UNAVAILABLE_FLAGS)
+
+
+@pytest.mark.parametrize("handler", ["error", "resolve"])
+def test_flags_of_the_host_parser_are_left_alone_and_read(handler: str) -> None:
+    parser = argparse.ArgumentParser(conflict_handler=handler)
+    theirs = parser.add_argument("--ckpt-format", default="torch", choices=["torch", "torch_dist", "zarr"])
+    parser.add_argument("--no-load-rng", action="store_true")
+    parser.add_argument("--load-rng", action="store_true")
+    parser.add_argument("--log-level", default=None)
+    parser.add_argument(
+        "--no-ckpt-fully-parallel-save", action="store_false", dest="ckpt_fully_parallel_save"
+    )
+    add_arguments(parser)
+    add_arguments(parser)
+    assert parser._option_string_actions["--ckpt-format"] is theirs
+
+    ours = parser.parse_args(["--ckpt-format", "torch_dist", "--load-rng", "--no-ckpt-fully-parallel-save"])
+    assert ours.load_rng is True
+    assert CheckpointConfig.from_args(ours) == CheckpointConfig()
+    with pytest.raises(ConfigError, match="ckpt_format: expected torch_dist, got 'torch'"):
+        CheckpointConfig.from_args(parser.parse_args([]))
+    with pytest.raises(ConfigError, match="'zarr' is not available"):
+        CheckpointConfig.from_args(parser.parse_args(["--ckpt-format", "zarr"]))
+
+
+def test_async_workers_warn_once_for_each_number(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    cores = len(os.sched_getaffinity(0))
+    with caplog.at_level(logging.WARNING), pytest.warns(DistckptWarning) as caught:
+        CheckpointConfig(async_save=True, dist_ckpt_workers=3)
+    [warning] = caught
+    assert warning.filename == __file__
+    for part in (
+        "3 x 4 local ranks = 12 processes",
+        f"on {cores} cores",
+        "13 MiB",
+        "156 MiB",
+        "docs/adr/0001",
+    ):
+        assert part in str(warning.message)
+        assert part in caplog.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CheckpointConfig(async_save=True, dist_ckpt_workers=3)
+    with pytest.warns(DistckptWarning, match="2 processes per rank"):
+        CheckpointConfig(async_save=True, dist_ckpt_workers=2)
+
+
+def test_nothing_to_warn_about() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CheckpointConfig(async_save=True)
+        CheckpointConfig(dist_ckpt_workers=8)
+        warn_async_workers(CheckpointConfig(async_save=True), local_ranks=8, cores=1)
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "many"])
+def test_odd_local_world_size_counts_as_one(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    with pytest.warns(DistckptWarning, match="2 x 1 local ranks"):
+        CheckpointConfig(async_save=True, dist_ckpt_workers=2)
