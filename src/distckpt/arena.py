@@ -270,7 +270,7 @@ class Arena:
             slab_bytes = size
         if slab_bytes > available:
             raise StagingError(
-                f"cannot reserve {size / _GIB:.2f} GiB of host memory for a save: machine and control group leave "
+                f"cannot reserve {size / _GIB:.2f} GiB of host memory: machine and control group leave "
                 f"this process {available / _GIB:.2f} GiB; lower --ckpt-host-memory"
             )
         slab = Slab(self._next_index, slab_bytes)

@@ -47,7 +47,7 @@ _WAIT_FOR_LANE_S = 0.2
 _ABORT_S = 5.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Placement:
     """Where an item came to lie.
 

@@ -187,7 +187,8 @@ def _start_code(socket_fd: int) -> str:
     installed = set(sysconfig.get_paths().values())
     folders = dict.fromkeys(os.path.abspath(folder or os.getcwd()) for folder in sys.path)
     ordered = sorted(folders, key=lambda folder: not (folder in installed or folder.endswith(_INSTALLED)))
-    return f"import sys; sys.path[:] = {ordered!r}; from distckpt.worker import main; main({socket_fd}, {os.getpid()})"
+    serve = f"from distckpt.worker import main; main({socket_fd}, {os.getpid()})"
+    return f"import sys; sys.path[:] = {ordered!r}; {serve}"
 
 
 def _stop_all(owner_pid: int, workers: list[_Worker]) -> None:

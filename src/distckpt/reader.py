@@ -121,7 +121,7 @@ class StorageReader(TorchStorageReader):
                 )
         try:
             metadata = pickle.loads(raw)
-        except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything
+        except Exception as error:
             raise IntegrityError(f"{storage.url}/{name} cannot be read: {error}", file=name) from error
         if not isinstance(metadata, Metadata):
             raise IntegrityError(
@@ -195,7 +195,8 @@ class StorageReader(TorchStorageReader):
         if data is None or len(data) != info.length:
             found = 0 if data is None else len(data)
             raise IntegrityError(
-                f"{storage.url}/{info.relative_path}: {fqn!r} at byte {info.offset} has {found} of {info.length} bytes",
+                f"{storage.url}/{info.relative_path}: {fqn!r} at byte {info.offset} has "
+                f"{found} of {info.length} bytes",
                 file=info.relative_path, item=fqn, expected=info.length, found=found,
             )  # fmt: skip
         if self._integrity is not None:
@@ -217,7 +218,7 @@ class StorageReader(TorchStorageReader):
             target = planner.resolve_tensor(request).detach()
             if target.size() != part.size():
                 raise CheckpointError(
-                    f"{fqn!r}: the state has {tuple(target.size())} where the checkpoint has {tuple(part.size())}"
+                    f"{fqn!r}: the state has {tuple(target.size())}, the checkpoint {tuple(part.size())}"
                 )
             target.copy_(part)
             planner.commit_tensor(request, target)

@@ -1,8 +1,8 @@
 """Device to host: tensors straight to their place in the arena, framed as they will stand in their file.
 
-Two ways in. `Stager.fill` materialises a range of a file image whose plan is known (`dcp.save`). When there is
-no plan yet (`dcp.async_save`), `Stager.stage` copies the whole local state as self-contained framed items; the
-tensors that it returns view the arena, and the plan later finds the items by their address.
+Two ways in. `Stager.fill` materialises a range of a file image whose plan is known (`dcp.save`). When there
+is no plan yet (`dcp.async_save`), `Stager.stage` copies the whole local state as self-contained framed items;
+the tensors that it returns view the arena, and the plan later finds the items by their address.
 
 Invariants:
     * What was staged holds the values of the call; CUDA streams are ordered by events in both directions, and
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distckpt.arena import PAGE_BYTES, Arena, Range, Slab
 from distckpt.errors import StagingError
-from distckpt.formats import Format, Frame, contiguous_strides, lay_out
+from distckpt.formats import LARGE_ALIGNMENT, Format, Frame, contiguous_strides, lay_out
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -44,6 +44,9 @@ _BLOCK_BYTES = 256 << 20
 """Small items share reservations of about this size; a larger item has one of its own."""
 _MEMMOVE_BYTES = 1 << 20
 """Above this, torch's copy, which uses several threads, is faster than memmove."""
+_SMALL_BYTES = 64 << 10
+_RUN_BYTES = 1 << 20
+_PADDING = bytes(LARGE_ALIGNMENT)
 _WORDS = PAGE_BYTES // 8
 _POLL_S = 0.0005
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -54,43 +57,54 @@ class Item:
 
     Args:
         frame: Bytes before and after the payload.
-        tensor: Dense tensor of any device whose bytes are the payload; None for literal bytes.
+        tensor: Detached tensor of any device that holds the payload; None for literal bytes.
         nbytes: Size of the payload.
+        verbatim: Whether the payload is the tensor's memory as it lies; else it is made contiguous.
         home: (slab, offset) at which the whole framed item lies in the arena already, or None.
+
+    Attributes:
+        size: Bytes of the item in its file, framing included.
     """
 
-    __slots__ = ("frame", "home", "nbytes", "tensor")
+    __slots__ = ("frame", "home", "nbytes", "size", "tensor", "verbatim")
 
     def __init__(
-        self, frame: Frame, tensor: torch.Tensor | None, nbytes: int, home: tuple[int, int] | None = None
+        self,
+        frame: Frame,
+        tensor: torch.Tensor | None = None,
+        nbytes: int = 0,
+        verbatim: bool = True,
+        home: tuple[int, int] | None = None,
     ) -> None:
         self.frame = frame
         self.tensor = tensor
         self.nbytes = nbytes
+        self.verbatim = verbatim
         self.home = home
-
-    @property
-    def size(self) -> int:
-        """Bytes of the item in its file, framing included."""
-        return len(self.frame.prefix) + self.nbytes + len(self.frame.suffix)
+        self.size = len(frame.prefix) + nbytes + len(frame.suffix)
 
 
 def is_raw(tensor: torch.Tensor) -> bool:
     """Say whether the values of `tensor` are plain memory that may be copied as bytes.
 
-    Wrapper subclasses have no memory of their own (their data_ptr is 0 or raises), sparse, quantized and nested
-    tensors are more than their bytes.
+    Wrapper subclasses have no memory of their own (their data_ptr is 0 or raises); sparse, quantized and
+    nested tensors are more than their bytes.
     """
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
-        return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
-    if tensor.is_quantized or tensor.is_nested:
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return True
+    if _is_wrapper(tensor):
         return False
     try:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:
         return False
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    # torch states this as a TypeIs of a class that mypy takes for impossible.
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -116,8 +130,8 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _span(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Return bytes [low, high) of `tensor` in contiguous order as uint8, copying about that much and no more."""
-    if _is_verbatim(tensor) and tensor.is_contiguous():
+    """Return bytes [low, high) of `tensor` in contiguous order as uint8, copying about that much."""
+    if tensor.is_contiguous() and is_verbatim(tensor):
         return _flat_bytes(tensor)[low:high]
     row_bytes = tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) if tensor.dim() else 0
     if row_bytes:
@@ -130,15 +144,9 @@ def _span(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
     return _flat_bytes(whole)[low:high]
 
 
-def _is_verbatim(tensor: torch.Tensor) -> bool:
-    return not tensor.is_conj() and not tensor.is_neg() and is_dense(tensor)
-
-
-def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides, in elements, that the payload of `tensor` has in its file."""
-    if _is_verbatim(tensor):
-        return tuple(tensor.stride())
-    return contiguous_strides(tensor.shape)
+def is_verbatim(tensor: torch.Tensor) -> bool:
+    """Say whether the memory of `tensor`, as it lies, is what a file may hold of it."""
+    return is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 class StagingFailure:
@@ -210,7 +218,7 @@ class CopyTicket:
         """
         for _, event in self._words:
             try:
-                event.query()
+                event.query()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 raise StagingError(f"the copy off the device failed: {error}") from error
 
@@ -257,9 +265,9 @@ class Stager:
 
     def pin(self, slab: Slab) -> None:
         """Register a slab with CUDA, if this process uses CUDA; it is undone before the slab is unmapped."""
-        if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostRegister(slab.address, slab.nbytes, 0))
         if status == 0:
             slab.on_release.append(functools.partial(runtime.cudaHostUnregister, slab.address))
@@ -276,18 +284,24 @@ class Stager:
 
         Args:
             data: Tensor for which `is_raw` holds, of any device and strides.
+
+        Raises:
+            StagingError: It is on the meta device.
         """
-        nbytes = data.numel() * data.element_size()
-        strides = strides_of(data)
-        if nbytes and self._leases and data.device.type == "cpu":
+        if data.is_meta:
+            raise StagingError("a tensor is on the meta device and has no values to save")
+        if data.requires_grad:
+            data = data.detach()
+        nbytes = data.nbytes
+        verbatim = is_verbatim(data)
+        strides = data.stride() if verbatim else contiguous_strides(data.shape)
+        if self._leases and nbytes and verbatim and data.is_cpu:
             address = data.data_ptr()
             for lease in list(self._leases):
                 found = lease.items.get(address)
                 if found is not None and found[:3] == (data.dtype, data.shape, strides):
-                    return Item(found[3], data, nbytes, (found[4], found[5]))
-        if data.device.type == "meta":
-            raise StagingError("a tensor is on the meta device and has no values to save")
-        return Item(self._format.frame(data.dtype, data.shape, strides), data.detach(), nbytes)
+                    return Item(found[3], data, nbytes, True, (found[4], found[5]))
+        return Item(self._format.frame(data.dtype, data.shape, strides), data, nbytes, verbatim)
 
     def begin(self, devices: set[torch.device]) -> None:
         """Make the side streams wait for what the caller's current streams have been given so far."""
@@ -311,28 +325,37 @@ class Stager:
         """
         address = self._arena.address(target) - low
         position = low
-        copies = _Copies(self, target)
+        copies = _Copies(self)
+        small = _SmallRun(address)
         for index in range(max(0, bisect.bisect_right(offsets, low) - 1), len(items)):
             start = offsets[index]
             if start >= high:
                 break
+            item = items[index]
+            tensor = item.tensor
+            whole = start >= low and start + item.size <= high
+            if whole and item.size <= _SMALL_BYTES and (tensor is None or (tensor.is_cpu and item.verbatim)):
+                small.add(start, item.frame, tensor, item.nbytes)
+                item.tensor = None
+                position = start + item.size
+                continue
             if start > position:
                 ctypes.memset(address + position, 0, start - position)
-            item = items[index]
             prefix, suffix = item.frame
             for literal, begin in ((prefix, start), (suffix, start + len(prefix) + item.nbytes)):
                 first, last = max(begin, low), min(begin + len(literal), high)
                 if first < last:
                     part = literal if last - first == len(literal) else literal[first - begin : last - begin]
                     ctypes.memmove(address + first, part, last - first)
-            if item.tensor is not None:
+            if tensor is not None:
                 begin = start + len(prefix)
                 first, last = max(begin, low), min(begin + item.nbytes, high)
                 if first < last:
-                    copies.add(item.tensor, first - begin, last - begin, address + first)
+                    copies.add(tensor, first - begin, last - begin, address + first, verbatim=item.verbatim)
                 if last == begin + item.nbytes:
                     item.tensor = None
             position = start + item.size
+        small.end()
         if position < high:
             ctypes.memset(address + position, 0, high - position)
         return copies.end()
@@ -370,7 +393,7 @@ class Stager:
             raise
         lease = Lease(self._arena, ranges)
         self.begin({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
-        copies = _Copies(self, None)
+        copies = _Copies(self)
         for (first, offsets, nbytes), taken in zip(blocks, ranges, strict=True):
             self._fill_block(slots[first : first + len(offsets)], offsets, nbytes, taken, lease, copies)
         self._leases.add(lease)
@@ -412,13 +435,19 @@ class Stager:
             raw = torch.frombuffer(memory, dtype=torch.uint8, count=payload_bytes, offset=begin)
             slot.staged.set_(raw.untyped_storage(), 0, shape, slot.strides)
             slot.staged.requires_grad_(slot.tensor.requires_grad)
-            copies.add(slot.tensor.detach(), 0, payload_bytes, address + begin, raw)
+            copies.add(
+                slot.tensor.detach(), 0, payload_bytes, address + begin, verbatim=slot.verbatim, target=raw
+            )
             lease.items[address + begin] = (
                 dtype, shape, slot.strides, slot.frame, taken.slab, taken.offset + offset
             )  # fmt: skip
 
     def _prepare(self, value: Any, path: tuple[object, ...], slots: list[_Slot]) -> Callable[[], Any]:
-        """Snapshot everything but raw tensors now, list those in `slots`; the result builds the staged value."""
+        """Copy all but raw tensors now and list those in `slots`; the result builds the staged value.
+
+        Raises:
+            StagingError: An object cannot be copied; the message names the entry.
+        """
         if isinstance(value, torch.Tensor):
             return self._prepare_tensor(value, path, slots)
         if type(value) in _PLAIN:
@@ -458,16 +487,17 @@ class Stager:
             if value.device.type == "meta":
                 name = ".".join(map(str, path))
                 raise StagingError(f"{name} is on the meta device and has no values to save")
-            strides = strides_of(value)
+            verbatim = is_verbatim(value)
+            strides = value.stride() if verbatim else contiguous_strides(value.shape)
             frame = self._format.frame(value.dtype, value.shape, strides)
-            size = len(frame.prefix) + value.numel() * value.element_size() + len(frame.suffix)
-            slot = _Slot(value, strides, frame, size)
+            slot = _Slot(value, strides, frame, verbatim)
             slots.append(slot)
             return lambda: slot.staged
-        if is_traceable_wrapper_subclass(value):
-            names, context = value.__tensor_flatten__()
+        if _is_wrapper(value):
+            wrapper: Any = value
+            names, context = wrapper.__tensor_flatten__()
             parts = {name: self._part(getattr(value, name), (*path, name), slots) for name in names}
-            kind, size_, stride = type(value), value.size(), value.stride()
+            kind, size_, stride = type(wrapper), value.size(), value.stride()
             return lambda: kind.__tensor_unflatten__(
                 {name: build() for name, build in parts.items()}, context, size_, stride
             )
@@ -488,18 +518,18 @@ class Stager:
 
         def build() -> ShardedTensor:
             # The constructor communicates; the twin shares everything but the shards' memory.
-            twin = ShardedTensor.__new__(
+            twin: ShardedTensor = ShardedTensor.__new__(
                 ShardedTensor, value.sharding_spec(), *value.size(), dtype=value.dtype
             )
-            twin.__dict__.update(value.__dict__)
-            twin._local_shards = [Shard(part(), metadata) for part, metadata in shards]
+            local_shards = [Shard(part(), metadata) for part, metadata in shards]
+            twin.__dict__.update(value.__dict__, _local_shards=local_shards)
             return twin
 
         return build
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
     def take_word(self) -> ctypes.c_int64:
@@ -518,31 +548,71 @@ class Stager:
 
 
 class _Slot:
-    __slots__ = ("frame", "size", "staged", "strides", "tensor")
+    __slots__ = ("frame", "size", "staged", "strides", "tensor", "verbatim")
 
-    def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...], frame: Frame, size: int) -> None:
+    def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...], frame: Frame, verbatim: bool) -> None:
         self.tensor = tensor
         self.strides = strides
         self.frame = frame
-        self.size = size
+        self.verbatim = verbatim
+        self.size = len(frame.prefix) + tensor.nbytes + len(frame.suffix)
         self.staged: torch.Tensor
+
+
+class _SmallRun:
+    """Small items of the host, joined before they are copied: three calls for each of them cost more.
+
+    Args:
+        address: Where the file's first byte would lie in memory.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        self._parts: list[bytes] = []
+        self._start = self._end = 0
+
+    def add(self, offset: int, frame: Frame, tensor: torch.Tensor | None, nbytes: int) -> None:
+        """Add the item at `offset` of the file, and the padding since the last."""
+        parts = self._parts
+        if parts and self._end - self._start < _RUN_BYTES and offset - self._end < LARGE_ALIGNMENT:
+            parts.append(_PADDING[: offset - self._end])
+        else:
+            self.end()
+            self._start = offset
+        parts.append(frame.prefix)
+        if nbytes and tensor is not None:
+            parts.append(ctypes.string_at(tensor.data_ptr(), nbytes))
+        parts.append(frame.suffix)
+        self._end = offset + len(frame.prefix) + nbytes + len(frame.suffix)
+
+    def end(self) -> None:
+        """Copy what was added."""
+        if self._parts:
+            ctypes.memmove(self._address + self._start, b"".join(self._parts), self._end - self._start)
+            self._parts.clear()
 
 
 class _Copies:
     """A group of copies that end together."""
 
-    def __init__(self, stager: Stager, target: Range | None) -> None:
+    def __init__(self, stager: Stager) -> None:
         self._stager = stager
         self._streams: set[torch.cuda.Stream] = set()
         self._keep: list[torch.Tensor] = []
 
     def add(
-        self, source: torch.Tensor, low: int, high: int, address: int, target: torch.Tensor | None = None
+        self,
+        source: torch.Tensor,
+        low: int,
+        high: int,
+        address: int,
+        *,
+        verbatim: bool,
+        target: torch.Tensor | None = None,
     ) -> None:
-        """Copy bytes [low, high) of the payload of `source` to `address`."""
+        """Copy bytes [low, high) of the payload of `source` to `address`, which `target` may view."""
         nbytes = high - low
-        verbatim = _is_verbatim(source)
-        if source.device.type == "cpu" and verbatim and nbytes <= _MEMMOVE_BYTES:
+        if source.is_cpu and verbatim and nbytes <= _MEMMOVE_BYTES:
             ctypes.memmove(address, source.data_ptr() + low, nbytes)
             return
         if target is None:

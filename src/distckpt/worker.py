@@ -53,8 +53,8 @@ class Task:
         storage: Description of the storage, as `Storage.spec`.
         names: Names for the file, in order of preference; the first that is free is taken.
         offset: Bytes from the start of the file.
-        pieces: Where the bytes are, one after the other: (slab, offset in the slab, bytes); slab `ZEROS` stands
-            for bytes that are 0.
+        pieces: Where the bytes are, one after the other: (slab, offset in the slab, bytes); slab `ZEROS`
+            stands for bytes that are 0.
         spans: Flat list of (start, bytes) within this task, sorted, one for each checksum to take.
         file_nbytes: Size of the whole file with its last task, which makes it durable; None before.
     """
@@ -99,7 +99,7 @@ def checksum(data: memoryview | bytes | bytearray) -> int:
 
 
 def block_spans(offset: int, nbytes: int) -> Iterable[tuple[int, int]]:
-    """Yield (offset, bytes) of the blocks whose checksums cover an item of `nbytes` at `offset` of its file."""
+    """Yield (offset, bytes) of the blocks whose checksums cover an item at `offset` of its file."""
     end = offset + nbytes
     while offset < end:
         stop = min(end, (offset // CHECKSUM_BLOCK_BYTES + 1) * CHECKSUM_BLOCK_BYTES)

@@ -49,13 +49,17 @@ class PosixImage:
         self._fd = fd
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See `ImageFile.write`."""
+        """See `ImageFile.write`.
+
+        Raises:
+            WriteError: The file system refused.
+        """
         pending = [buffer for buffer in buffers if buffer.nbytes]
         try:
             while pending:
                 written = os.pwritev(self._fd, pending[:_MAX_BUFFERS], offset)
                 if written == 0:
-                    raise OSError(errno.EIO, "the file accepts no more bytes")
+                    _fail(OSError(errno.EIO, "no bytes accepted"), self._path, "cannot write", offset)
                 offset += written
                 while pending and written >= pending[0].nbytes:
                     written -= pending.pop(0).nbytes
@@ -65,7 +69,11 @@ class PosixImage:
             _fail(error, self._path, "cannot write", offset)
 
     def finish(self, nbytes: int) -> None:
-        """See `ImageFile.finish`."""
+        """See `ImageFile.finish`.
+
+        Raises:
+            WriteError: The bytes are not durable, or their number is not `nbytes`.
+        """
         try:
             os.fsync(self._fd)
             size = os.fstat(self._fd).st_size
@@ -108,7 +116,11 @@ class PosixStorage:
         self._make_directory(self.root)
 
     def create_image(self, names: Sequence[str]) -> PosixImage:
-        """See `Storage.create_image`."""
+        """See `Storage.create_image`.
+
+        Raises:
+            WriteError: Every name is taken, or the file system refused.
+        """
         for name in names:
             path = os.path.join(self.root, name)
             try:
