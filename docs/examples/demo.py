@@ -88,12 +88,7 @@ class Job:
         command += [str(HERE / "train.py"), f"--out={run}", f"--steps={STEPS}", f"--save-every={save_every}"]
         command += ["--resume"] * resume
         command += [f"--dist-ckpt-workers={workers}"] * (workers is not None)
-        # One thread for each rank and a fixed workspace of cuBLAS: sums are always made in one order.
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self.log.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,

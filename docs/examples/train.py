@@ -267,7 +267,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train on as many ranks as torchrun has started."""
     args = parse_arguments()
+    # One thread, and a workspace of cuBLAS that is fixed before its first use: sums are made in one order.
     torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     if torch.cuda.device_count() >= max(2, int(os.environ["LOCAL_WORLD_SIZE"])):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

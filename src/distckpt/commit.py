@@ -24,7 +24,7 @@ from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteE
 from distckpt.worker import block_spans, checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from distckpt.storage import Storage
 
@@ -86,9 +86,16 @@ class ManifestRef:
     files: dict[str, int]
 
 
-def plan_digest(items: Iterable[object]) -> str:
-    """Return a digest of what a plan says of its items (fqn, chunk, dtype), in their order."""
-    return hashlib.sha256(repr(list(items)).encode("utf-8", "surrogatepass")).hexdigest()
+def plan_digest(fqns: Sequence[str], kinds: Iterable[Hashable]) -> str:
+    """Return a digest of what a plan says of its items, in their order.
+
+    Args:
+        fqns: Name of each item's entry.
+        kinds: Offsets, sizes and dtype of each item; equal ones are spelt out once.
+    """
+    numbers: dict[Hashable, int] = {}
+    sequence = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    return hashlib.sha256(repr((fqns, sequence, list(numbers))).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> ManifestRef:

@@ -22,7 +22,7 @@ from typing import Any
 
 from distckpt.errors import ConfigError, DistckptWarning
 
-__all__ = ["CheckpointConfig", "add_arguments", "warn_async_workers"]
+__all__ = ["CheckpointConfig", "add_arguments", "local_ranks", "warn_async_workers"]
 
 _logger = logging.getLogger(__name__)
 
@@ -216,7 +216,8 @@ class CheckpointConfig:
         for one in fields(self):
             object.__setattr__(self, one.name, one.metadata["check"](one.name, getattr(self, one.name)))
         if self.async_save and self.dist_ckpt_workers > 1:
-            warn_async_workers(self, local_ranks=_local_ranks(), cores=_cores())
+            # From here through __post_init__ and __init__ to the caller.
+            warn_async_workers(self.dist_ckpt_workers, stacklevel=4)
 
     @classmethod
     def build(cls, config: CheckpointConfig | None, settings: Mapping[str, object]) -> CheckpointConfig:
@@ -367,31 +368,29 @@ class _Unavailable(argparse.Action):
         parser.error(f"{option_string}: {_NOT_AVAILABLE}")
 
 
-def warn_async_workers(config: CheckpointConfig, *, local_ranks: int, cores: int) -> None:
-    """Warn what the workers of asynchronous saves cost; once per process for each number of workers.
+def warn_async_workers(workers: int, *, stacklevel: int) -> None:
+    """Warn what the workers of asynchronous saves cost here; once per process for each number of workers.
 
     Args:
-        config: With one worker, or without `async_save`, there is nothing to warn about.
-        local_ranks: Number of ranks on this machine.
-        cores: Number of cores that this process may use.
+        workers: Workers of each rank; with one there is nothing to warn about.
+        stacklevel: As for `warnings.warn`.
     """
-    workers = config.dist_ckpt_workers
-    if not config.async_save or workers == 1 or workers in _warned_workers:
+    if workers == 1 or workers in _warned_workers:
         return
     _warned_workers.add(workers)
-    total = workers * local_ranks
+    ranks, cores = local_ranks(), _cores()
+    total = workers * ranks
     message = (
         f"async_save with dist_ckpt_workers={workers} keeps {workers} processes per rank beside the "
-        f"training: {workers} x {local_ranks} local ranks = {total} processes on {cores} cores, about "
+        f"training: {workers} x {ranks} local ranks = {total} processes on {cores} cores, about "
         f"{_WORKER_RSS_MIB} MiB of memory each (docs/adr/0001), {total * _WORKER_RSS_MIB} MiB in all; "
         "dist_ckpt_workers=1 needs none"
     )
     _logger.warning("%s", message)
-    # From here through __post_init__ and __init__ to the caller.
-    warnings.warn(message, DistckptWarning, stacklevel=4)
+    warnings.warn(message, DistckptWarning, stacklevel=stacklevel)
 
 
-def _local_ranks() -> int:
+def local_ranks() -> int:
     """Return the number of ranks that torchrun started on this machine; 1 without torchrun."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(value) if value.isdecimal() and int(value) > 0 else 1

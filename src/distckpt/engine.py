@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distckpt import observe
 from distckpt.arena import Arena, Range, available_memory
+from distckpt.config import local_ranks
 from distckpt.coordination import ProgressDeadline
 from distckpt.errors import StagingError, WorkerDied, WriteError
 from distckpt.formats import Format, lay_out, open_format
@@ -134,10 +134,9 @@ class Engine:
         Args:
             config: The settings.
         """
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         timeout_s = config.distributed_timeout_minutes * 60
         file_format = open_format(config.ckpt_format)
-        arena = Arena(config.host_memory_bytes(available_memory(), local_ranks))
+        arena = Arena(config.host_memory_bytes(available_memory(), local_ranks()))
         stager = Stager(arena, file_format, timeout_s)
         arena.on_slab = stager.pin
         return cls(

@@ -254,7 +254,7 @@ class Stager:
 
     def __init__(self, arena: Arena, file_format: Format, timeout_s: float) -> None:
         self._arena = arena
-        self._format = file_format
+        self._frame = file_format.frame
         self._timeout_s = timeout_s
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -301,7 +301,7 @@ class Stager:
                 found = lease.items.get(address)
                 if found is not None and found[:3] == (data.dtype, data.shape, strides):
                     return Item(found[3], data, nbytes, True, (found[4], found[5]))
-        return Item(self._format.frame(data.dtype, data.shape, strides), data, nbytes, verbatim)
+        return Item(self._frame(data.dtype, data.shape, strides), data, nbytes, verbatim)
 
     def begin(self, devices: set[torch.device]) -> None:
         """Make the side streams wait for what the caller's current streams have been given so far."""
@@ -335,10 +335,12 @@ class Stager:
             tensor = item.tensor
             whole = start >= low and start + item.size <= high
             if whole and item.size <= _SMALL_BYTES and (tensor is None or (tensor.is_cpu and item.verbatim)):
-                small.add(start, item.frame, tensor, item.nbytes)
+                small.add(start, item.frame, tensor, item.nbytes, position)
                 item.tensor = None
                 position = start + item.size
                 continue
+            # What lies between two small items would be taken for padding.
+            small.end()
             if start > position:
                 ctypes.memset(address + position, 0, start - position)
             prefix, suffix = item.frame
@@ -489,7 +491,7 @@ class Stager:
                 raise StagingError(f"{name} is on the meta device and has no values to save")
             verbatim = is_verbatim(value)
             strides = value.stride() if verbatim else contiguous_strides(value.shape)
-            frame = self._format.frame(value.dtype, value.shape, strides)
+            frame = self._frame(value.dtype, value.shape, strides)
             slot = _Slot(value, strides, frame, verbatim)
             slots.append(slot)
             return lambda: slot.staged
@@ -571,13 +573,16 @@ class _SmallRun:
         self._parts: list[bytes] = []
         self._start = self._end = 0
 
-    def add(self, offset: int, frame: Frame, tensor: torch.Tensor | None, nbytes: int) -> None:
-        """Add the item at `offset` of the file, and the padding since the last."""
+    def add(
+        self, offset: int, frame: Frame, tensor: torch.Tensor | None, nbytes: int, position: int
+    ) -> None:
+        """Add the item at `offset` of the file, and the padding since `position`, where the last one ended."""
         parts = self._parts
         if parts and self._end - self._start < _RUN_BYTES and offset - self._end < LARGE_ALIGNMENT:
             parts.append(_PADDING[: offset - self._end])
         else:
             self.end()
+            ctypes.memset(self._address + position, 0, offset - position)
             self._start = offset
         parts.append(frame.prefix)
         if nbytes and tensor is not None:

@@ -273,11 +273,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         """
         future: Future[dict[str, Any]] = Future()
         try:
-            warn_async_workers(
-                replace(self._config, async_save=True) if not self._config.async_save else self._config,
-                local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-                cores=len(os.sched_getaffinity(0)),
-            )
+            warn_async_workers(self._config.dist_ckpt_workers, stacklevel=3)
             _drain_at_exit()
             staged, ticket = self._get_engine().stage(state_dict)
         except Exception as error:  # noqa: BLE001 - forwarded through the staged state to every rank
@@ -484,18 +480,22 @@ def _manifest(
         if end > files.get(place.file, -1):
             files[place.file] = end
     numbers = {name: number for number, name in enumerate(files)}
-    indices = [item.index for item in write_items]
+    fqns = [item.index.fqn for item in write_items]
     return Manifest(
         save_id=save_id,
         rank=rank,
         format=file_format,
         plan=plan_digest(
-            (index.fqn, index.offset, data and (data.chunk.sizes, data.properties.dtype))
-            for index, data in zip(indices, [item.tensor_data for item in write_items], strict=True)
+            fqns,
+            [
+                (item.index.offset, data and (data.chunk.sizes, data.properties.dtype))
+                for item in write_items
+                for data in [item.tensor_data]
+            ],
         ),
         files=files,
-        fqns=[index.fqn for index in indices],
-        chunks=[index.offset for index in indices],
+        fqns=fqns,
+        chunks=[item.index.offset for item in write_items],
         item_files=[numbers[place.file] for place in placements],
         offsets=[place.offset for place in placements],
         sizes=[place.nbytes for place in placements],
@@ -567,7 +567,7 @@ def _compact(metadata: Metadata, dtypes: dict[str, torch.dtype]) -> Metadata:
         own = entry.properties
         if fqn in dtypes:
             own = replace(own, dtype=dtypes[fqn])
-        key = (own.dtype, own.layout, own.requires_grad, own.memory_format, own.pin_memory)
+        key = tuple(own.__dict__.values())
         entries[fqn] = TensorStorageMetadata(
             properties.setdefault(key, own),
             shapes.setdefault(entry.size, entry.size),
@@ -603,8 +603,8 @@ def _warn_once_of_process_mode() -> None:
     if not _process_mode_warned:
         _process_mode_warned = True
         warnings.warn(
-            "AsyncCheckpointerType.PROCESS pickles the staged state into another process, one more copy in host "
-            "memory; dist_ckpt_workers > 1 with AsyncCheckpointerType.THREAD does without it",
+            "AsyncCheckpointerType.PROCESS pickles the staged state into another process, one more copy in "
+            "host memory; dist_ckpt_workers > 1 with AsyncCheckpointerType.THREAD does without it",
             DistckptWarning,
             stacklevel=2,
         )

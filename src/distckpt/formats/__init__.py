@@ -36,7 +36,7 @@ class Format(Protocol):
     suffix: str
     """End of the names of its files."""
 
-    def frame(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Frame:
+    def frame(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
         """Return the bytes around the payload of a dense tensor.
 
         Args:

@@ -76,9 +76,9 @@ class TorchDist:
 
     suffix = ".distcp"
 
-    def frame(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Frame:
+    def frame(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
         """See `Format.frame`."""
-        return _template(dtype, tuple(shape), tuple(strides))
+        return _template(dtype, shape, strides)
 
     def decode(self, data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """See `Format.decode`.
