@@ -197,7 +197,8 @@ def _sweep_records(storage: Storage, keep: set[str], keep_folders: set[str], ran
             ours = [inner for inner in manifests if rank is None or inner.startswith(f"rank-{rank:05}.")]
             for inner in ours:
                 storage.delete(name + inner)
-            if len(ours) == len(manifests):
+            # An empty folder may be one that another rank has just made.
+            if len(ours) == len(manifests) and (ours or rank is None):
                 storage.delete(name)
         elif rank is None or _belongs_to(storage, name, rank):
             storage.delete(name)

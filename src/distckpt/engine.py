@@ -120,6 +120,7 @@ class Engine:
         self.lanes = lanes
         self.checksums = checksums
         self.timeout_s = timeout_s
+        self.deadline = ProgressDeadline(timeout_s)
         self._lock = threading.Lock()
         self._sequence = 0
         per_lane = arena.budget_bytes // (lanes.count * (lanes.depth + 1))
@@ -178,10 +179,7 @@ class Engine:
         """
         if not items:
             return []
-        if not self._lock.acquire(timeout=self.timeout_s):
-            raise WriteError(
-                f"waited {self.timeout_s:.0f} s for an earlier save to end", path=storage.url, rank=rank
-            )
+        self._wait_for_turn(storage, rank)
         try:
             files = self._pack(save_id, rank, items)
             self._start_lanes(rank)
@@ -201,10 +199,35 @@ class Engine:
         return [placement for placement in placements if placement is not None]
 
     def close(self) -> None:
-        """End the lanes and give the memory back; idempotent, and needs no process group."""
-        self.lanes.close()
-        self.stager.close()
-        self.arena.close()
+        """End the lanes and give the memory back, once no save holds them; idempotent."""
+        held = self._lock.acquire(timeout=_WAIT_FOR_LANE_S)
+        while not held and not self.deadline.passed:
+            held = self._lock.acquire(timeout=_WAIT_FOR_LANE_S)
+        try:
+            self.lanes.close()
+            self.stager.close()
+            self.arena.close()
+        finally:
+            if held:
+                self._lock.release()
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether a staged state is alive, and so a save that may still write it."""
+        return self.stager.has_leases
+
+    def _wait_for_turn(self, storage: Storage, rank: int) -> None:
+        # As long as the save that holds the lanes gets on, and no longer.
+        while not self._lock.acquire(timeout=_WAIT_FOR_LANE_S):
+            if self.deadline.passed:
+                raise WriteError(
+                    f"{storage.url} waits for an earlier save, which has made no progress for "
+                    f"{self.timeout_s:.0f} s (--distributed-timeout-minutes)",
+                    errno=errno.ETIMEDOUT,
+                    path=storage.url,
+                    rank=rank,
+                )
+        self.deadline.progress()
 
     def _start_lanes(self, rank: int) -> None:
         try:
@@ -255,7 +278,7 @@ class _Run:
         self._save_id = save_id
         self._rank = rank
         self._files = files
-        self._deadline = ProgressDeadline(engine.timeout_s)
+        self._deadline = engine.deadline
         self._pending = [_works(file, engine.range_bytes, engine.checksums) for file in files]
         self._next: list[_Work | None] = [next(works, None) for works in self._pending]
         self._filled: list[deque[_Work]] = [deque() for _ in files]

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -157,13 +158,16 @@ class StagingFailure:
 
     Args:
         error: What happened.
+        on_raise: Called before the error is raised.
     """
 
-    def __init__(self, error: StagingError) -> None:
+    def __init__(self, error: StagingError, on_raise: Callable[[], None]) -> None:
         self.error = error
+        self._on_raise = on_raise
 
     def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
         """Raise the error; torch's planners call this for every object that has it."""
+        self._on_raise()
         raise self.error
 
 
@@ -261,12 +265,19 @@ class Stager:
         self._words: deque[ctypes.c_int64] = deque()
         self._word_home: Range | None = None
         self._word_lock = threading.Lock()
+        self._pinned: set[int] = set()
         self._pin_warned = False
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether staged tensors are alive."""
+        return len(self._leases) > 0
 
     def pin(self, slab: Slab) -> None:
         """Register a slab with CUDA, if this process uses CUDA; it is undone before the slab is unmapped."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if slab.index in self._pinned or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
+        self._pinned.add(slab.index)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostRegister(slab.address, slab.nbytes, 0))
         if status == 0:
@@ -305,6 +316,10 @@ class Stager:
 
     def begin(self, devices: set[torch.device]) -> None:
         """Make the side streams wait for what the caller's current streams have been given so far."""
+        if devices:
+            # Slabs that were made before the process used CUDA.
+            for slab in list(self._arena.slabs.values()):
+                self.pin(slab)
         for device in devices:
             self._stream(device).wait_stream(torch.cuda.current_stream(device))
 
@@ -433,10 +448,11 @@ class Stager:
             slot.staged = torch.empty(0, dtype=dtype)
             if payload_bytes == 0:
                 slot.staged = torch.empty_strided(shape, slot.strides, dtype=dtype)
+                slot.finish()
                 continue
             raw = torch.frombuffer(memory, dtype=torch.uint8, count=payload_bytes, offset=begin)
             slot.staged.set_(raw.untyped_storage(), 0, shape, slot.strides)
-            slot.staged.requires_grad_(slot.tensor.requires_grad)
+            slot.finish()
             copies.add(
                 slot.tensor.detach(), 0, payload_bytes, address + begin, verbatim=slot.verbatim, target=raw
             )
@@ -466,13 +482,13 @@ class Stager:
                 return shell
 
             return fill_shell
-        if type(value) is list or isinstance(value, tuple):
+        if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
             entries = [self._prepare(entry, (*path, i), slots) for i, entry in enumerate(value)]
             if type(value) is list:
                 return lambda: [build() for build in entries]
-            if hasattr(value, "_fields"):
-                return lambda: type(value)(*[build() for build in entries])
-            return lambda: tuple([build() for build in entries])
+            if type(value) is tuple:
+                return lambda: tuple([build() for build in entries])
+            return lambda: type(value)(*[build() for build in entries])
         try:
             twin = copy.deepcopy(value)
         except Exception as error:  # noqa: BLE001 - whatever an object of the user's raises becomes our error
@@ -485,6 +501,9 @@ class Stager:
     ) -> Callable[[], Any]:
         if isinstance(value, ShardedTensor):
             return self._prepare_sharded(value, path, slots)
+        if isinstance(value, AsyncCollectiveTensor):
+            # Its memory is filled by a collective that may still run.
+            value = value.wait()
         if is_raw(value):
             if value.device.type == "meta":
                 name = ".".join(map(str, path))
@@ -560,6 +579,13 @@ class _Slot:
         self.size = len(frame.prefix) + tensor.nbytes + len(frame.suffix)
         self.staged: torch.Tensor
 
+    def finish(self) -> None:
+        """Give the staged tensor what else is saved of the tensor, be it only within a pickled tuple."""
+        self.staged.requires_grad_(self.tensor.requires_grad)
+        if type(self.tensor) is torch.nn.Parameter:
+            # A tenth of the cost of making one; torch turns its lazy parameters into real ones like this.
+            self.staged.__class__ = torch.nn.Parameter
+
 
 class _SmallRun:
     """Small items of the host, joined before they are copied: three calls for each of them cost more.
@@ -573,9 +599,7 @@ class _SmallRun:
         self._parts: list[bytes] = []
         self._start = self._end = 0
 
-    def add(
-        self, offset: int, frame: Frame, tensor: torch.Tensor | None, nbytes: int, position: int
-    ) -> None:
+    def add(self, offset: int, frame: Frame, tensor: torch.Tensor | None, nbytes: int, position: int) -> None:
         """Add the item at `offset` of the file, and the padding since `position`, where the last one ended."""
         parts = self._parts
         if parts and self._end - self._start < _RUN_BYTES and offset - self._end < LARGE_ALIGNMENT:

@@ -15,6 +15,7 @@ Torch-free.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -181,34 +182,75 @@ def _describe(error: WriteError) -> dict[str, Any]:
 
 
 class Channel:
-    """JSON messages, with file descriptors beside them, over a Unix stream socket."""
+    """JSON messages, with file descriptors beside them, over a Unix stream socket.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        sock: One end of a socket pair.
+        peer_pidfd: Process descriptor of who holds the other end.
+    """
+
+    def __init__(self, sock: socket.socket, peer_pidfd: int) -> None:
+        sock.setblocking(False)
         self.socket = sock
+        self.messages: list[dict[str, Any]] = []
+        """What arrived while a message was being sent, for the next `receive`."""
+        self._peer_pidfd = peer_pidfd
         self._buffer = bytearray()
         self._fds: list[int] = []
+        self._closed = False
 
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        """Send one message; `fds` are duplicated into the other process."""
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), timeout_s: float | None = None) -> None:
+        """Send one message.
+
+        What arrives meanwhile is read and kept: with both sockets full, each end would wait for the other.
+
+        Args:
+            message: Plain JSON values.
+            fds: Descriptors, duplicated into the other process.
+            timeout_s: Seconds that the other end may take to read any of it; None: as long as it lives.
+        """
         body = json.dumps(message).encode()
         data = memoryview(_LENGTH.pack(len(body)) + body)
-        if fds:
-            data = data[socket.send_fds(self.socket, [data], fds) :]
-        self.socket.sendall(data)
+        while data:
+            try:
+                sent = socket.send_fds(self.socket, [data], fds) if fds else self.socket.send(data)
+            except BlockingIOError:
+                self._wait_for_room(timeout_s)
+                continue
+            data, fds = data[sent:], ()
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that one read completes, and whether the other end has closed."""
-        data, fds, _, _ = socket.recv_fds(self.socket, _RECEIVE_BYTES, _MAX_FDS)
+        """Return the messages that have arrived, and whether the other end has closed; does not block."""
+        self._read()
+        messages, self.messages = self.messages, []
+        return messages, self._closed
+
+    def _wait_for_room(self, timeout_s: float | None) -> None:
+        poller = select.poll()
+        poller.register(self._peer_pidfd, select.POLLIN)
+        poller.register(self.socket, select.POLLOUT if self._closed else select.POLLOUT | select.POLLIN)
+        ready = dict(poller.poll(None if timeout_s is None else timeout_s * 1000))
+        if not ready:
+            raise TimeoutError(f"not read within {timeout_s} s")
+        if self._peer_pidfd in ready:
+            raise BrokenPipeError(errno.EPIPE, "the process at the other end has ended")
+        if ready.get(self.socket.fileno(), 0) & select.POLLIN:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self.socket, _RECEIVE_BYTES, _MAX_FDS)
+        except BlockingIOError:
+            return
+        self._closed = not data
         self._fds.extend(fds)
         self._buffer += data
-        messages = []
         while len(self._buffer) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
             if len(self._buffer) < end:
                 break
-            messages.append(json.loads(self._buffer[_LENGTH.size : end]))
+            self.messages.append(json.loads(self._buffer[_LENGTH.size : end]))
             del self._buffer[:end]
-        return messages, not data
 
     def take_fd(self) -> int:
         """Return the next file descriptor that arrived beside a message."""
@@ -258,7 +300,7 @@ def _serve(channel: Channel, parent_pidfd: int) -> None:
     poller.register(channel.socket, select.POLLIN)
     poller.register(parent_pidfd, select.POLLIN)
     while True:
-        if any(fd == parent_pidfd for fd, _ in poller.poll()):
+        if any(fd == parent_pidfd for fd, _ in poller.poll(0 if channel.messages else None)):
             return
         messages, closed = channel.receive()
         for message in messages:
@@ -292,7 +334,7 @@ def main(socket_fd: int, parent_pid: int) -> NoReturn:
         # The pid may have died and been given to another process before the descriptor was opened.
         if os.getppid() == parent_pid:
             with socket.socket(fileno=socket_fd) as sock:
-                _serve(Channel(sock), parent_pidfd)
+                _serve(Channel(sock, parent_pidfd), parent_pidfd)
             status = 0
     except (BrokenPipeError, ConnectionResetError):
         status = 0

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
+_DRAIN_POLL_S = 0.02
 DCP_VERSION = "1.0.0"
 """Source: CURRENT_DCP_VERSION in torch/distributed/checkpoint/filesystem.py, 2.9 to 2.14."""
 _Path = str | os.PathLike[str]
@@ -131,6 +132,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         self._local = threading.local()
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
+        self._staged_saves = 0
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,20 +201,22 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         save.participant = Participant(
             kwargs.get("rank") or 0, bool(is_coordinator), bool(kwargs.get("use_collectives", True))
         )
-        if save.path is None:
-            raise ConfigError(
-                "no checkpoint directory: give StorageWriter a path or the save a checkpoint_id"
-            )
-        if self._closed:
-            raise CheckpointError("the StorageWriter is closed", rank=save.participant.rank)
+        with self._reporting(save):
+            if save.path is None:
+                raise ConfigError(
+                    "no checkpoint directory: give StorageWriter a path or the save a checkpoint_id"
+                )
+            if self._closed:
+                raise CheckpointError("the StorageWriter is closed", rank=save.participant.rank)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Claim the directory, if this rank coordinates; the plan is not changed."""
         save = self._require()
-        if save.participant.is_coordinator and save.participant.use_collectives:
-            storage = self._storage(save)
-            storage.prepare()
-            claim(storage, save.save_id)
+        with self._reporting(save):
+            if save.participant.is_coordinator and save.participant.use_collectives:
+                storage = self._storage(save)
+                storage.prepare()
+                claim(storage, save.save_id)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -234,11 +238,10 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         """
         save = self._require()
         future: TorchFuture[list[WriteResult]] = TorchFuture()
-        try:
+        with self._reporting(save):
             future.set_result(self._write(save, plan, planner))
-        except BaseException as error:
-            self._report(save, error)
-            raise
+        if not save.participant.publishes:
+            self._end_staged_save()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -252,11 +255,9 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             CommitError: The results do not cover the plan, or it could not be published.
         """
         save = self._require()
-        try:
+        with self._reporting(save):
             self._publish(save, metadata, results)
-        except BaseException as error:
-            self._report(save, error)
-            raise
+        self._end_staged_save()
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Copy the state to host memory, for `dcp.async_save`.
@@ -276,12 +277,14 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             warn_async_workers(self._config.dist_ckpt_workers, stacklevel=3)
             _drain_at_exit()
             staged, ticket = self._get_engine().stage(state_dict)
+            with self._engine_lock:
+                self._staged_saves += 1
         except Exception as error:  # noqa: BLE001 - forwarded through the staged state to every rank
             failure = (
                 error if isinstance(error, StagingError) else StagingError(f"{type(error).__name__}: {error}")
             )
             _LOG.error("the state could not be staged: %s", error)
-            future.set_result({"distckpt staging": StagingFailure(failure)})
+            future.set_result({"distckpt staging": StagingFailure(failure, _note_failure)})
             return future
         if ticket.done():
             future.set_result(staged)
@@ -298,12 +301,26 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         """Do nothing: `stage` has ordered the copies before the caller's further work."""
 
     def close(self) -> None:
-        """End workers and give memory back; idempotent, and needs no process group."""
+        """Let saves in flight end, then end workers and give memory back.
+
+        Idempotent, and needs no process group. A save whose state was staged and that makes no progress
+        within the deadline is given up.
+        """
+        engine = self._engine
+        if engine is not None and not self._closed:
+            engine.deadline.progress()
+            pause = threading.Event()
+            while self._staged_saves > 0 and engine.has_staged and not engine.deadline.passed:
+                pause.wait(_DRAIN_POLL_S)
         with self._engine_lock:
             self._closed = True
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+
+    def _end_staged_save(self) -> None:
+        with self._engine_lock:
+            self._staged_saves = max(0, self._staged_saves - 1)
 
     @property
     def _timeout_s(self) -> float:
@@ -409,10 +426,16 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         observe.emit("committed", save_id=save.save_id, path=str(save.path))
         _LOG.info("committed %s (%d ranks)", save.path, len(results))
 
-    def _report(self, save: _Save, error: BaseException) -> None:
+    @contextlib.contextmanager
+    def _reporting(self, save: _Save) -> Iterator[None]:
         """Log a failure at once: with `async_save` nobody may ever ask for the result."""
-        _LOG.error("save %s of %s failed: %s: %s", save.save_id, save.path, type(error).__name__, error)
-        _note_failure()
+        try:
+            yield
+        except BaseException as error:
+            _LOG.error("save %s of %s failed: %s: %s", save.save_id, save.path, type(error).__name__, error)
+            _note_failure()
+            self._end_staged_save()
+            raise
 
 
 @contextlib.contextmanager
@@ -591,7 +614,7 @@ def _complete(
         ticket.wait(timeout_s)
     except StagingError as error:
         _LOG.error("the state could not be staged: %s", error)
-        staged = {"distckpt staging": StagingFailure(error)}
+        staged = {"distckpt staging": StagingFailure(error, _note_failure)}
     future.set_result(staged)
 
 
@@ -630,11 +653,12 @@ def _drain_at_exit() -> None:
     # Called before the interpreter joins threads, unlike atexit. Source: threading._register_atexit, which
     # concurrent.futures uses for the same purpose (CPython 3.9 to 3.14).
     threading._register_atexit(_begin_exit)  # type: ignore[attr-defined]  # noqa: SLF001
-    atexit.register(_end_exit, os.getpid())
 
 
 def _begin_exit() -> None:
     _ExitState.exiting = True
+    # Registered last, so that it is called first and can call each of the others once.
+    atexit.register(_end_exit, os.getpid())
 
 
 def _note_failure() -> None:
@@ -645,6 +669,8 @@ def _note_failure() -> None:
 def _end_exit(owner_pid: int) -> None:
     if not _ExitState.failed or os.getpid() != owner_pid:
         return
+    # It calls itself below.
+    _ExitState.failed = False
     _LOG.error("the last checkpoint was lost: a save failed while the process was exiting")
     # Only leaving the interpreter here changes its status; what others registered runs first.
     atexit._run_exitfuncs()  # noqa: SLF001 - has no public name
