@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from distckpt.config import CheckpointConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -39,3 +42,23 @@ def test_python_block_runs(code: str, tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_configuration_states_every_setting() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    for setting in fields(CheckpointConfig):
+        flag = "--" + setting.name.replace("_", "-")
+        metavar = setting.metadata["metavar"]
+        default = "off" if setting.default is False else setting.default
+        flag_text = f"{flag} {metavar}" if metavar else flag
+        row = f"| `{flag_text}` | `{setting.name}` | {default} | {setting.metadata['help']} |"
+        assert row in page, row
+
+
+def test_every_invariant_has_its_tests() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| .+ \| (tests/.+) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 11))
+    for _, guards in rows:
+        for guard in guards.split(", "):
+            assert (ROOT / guard).is_file(), guard
