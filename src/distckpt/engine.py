@@ -17,6 +17,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +35,9 @@ from distckpt.staging import CopyTicket, Item, Stager
 from distckpt.worker import CHECKSUM_BLOCK_BYTES, ZEROS, Ack, Task, block_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from distckpt.arena import Slab
     from distckpt.config import CheckpointConfig
     from distckpt.storage import Storage
 
@@ -139,7 +141,9 @@ class Engine:
         file_format = open_format(config.ckpt_format)
         arena = Arena(config.host_memory_bytes(available_memory(), local_ranks()))
         stager = Stager(arena, file_format, timeout_s)
-        arena.on_slab = stager.pin
+        # Weakly, for the stager holds the arena: a writer that is dropped frees its memory at once.
+        pin = weakref.WeakMethod(stager.pin)
+        arena.on_slab = lambda slab: _call(pin, slab)
         return cls(
             arena=arena,
             stager=stager,
@@ -211,11 +215,6 @@ class Engine:
             if held:
                 self._lock.release()
 
-    @property
-    def has_staged(self) -> bool:
-        """Whether a staged state is alive, and so a save that may still write it."""
-        return self.stager.has_leases
-
     def _wait_for_turn(self, storage: Storage, rank: int) -> None:
         # As long as the save that holds the lanes gets on, and no longer.
         while not self._lock.acquire(timeout=_WAIT_FOR_LANE_S):
@@ -266,6 +265,12 @@ class Engine:
         return self._sequence
 
 
+def _call(method: Callable[[], Callable[[Slab], None] | None], slab: Slab) -> None:
+    alive = method()
+    if alive is not None:
+        alive(slab)
+
+
 class _Run:
     """The loop of one save: fill ranges, submit them, account for acknowledgements."""
 
@@ -284,6 +289,7 @@ class _Run:
         self._filled: list[deque[_Work]] = [deque() for _ in files]
         self._in_flight: dict[int, _Work] = {}
         self._busy = [0] * len(files)
+        self._has_collected = False
         self._want_bytes = min(
             sum(file.nbytes for file in files),
             engine.range_bytes * (self._lanes.depth + 1) * max(1, len(files)),
@@ -333,6 +339,9 @@ class _Run:
                 if not work.pieces and work.high > work.low:
                     work.range = self._arena.try_reserve(work.high - work.low, self._want_bytes)
                     if work.range is None:
+                        if not self._has_collected and not self._in_flight and not any(self._filled):
+                            self._has_collected = True
+                            self._stager.collect()
                         return acted
                     file = work.file
                     work.ticket = self._stager.fill(file.items, file.offsets, work.low, work.high, work.range)

@@ -12,6 +12,7 @@ Threads: one at a time (the engine's lock). Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -106,35 +107,46 @@ class _Worker:
     """The parent's side of one worker process."""
 
     def __init__(self, lane: int, timeout_s: float) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _start_code(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        except OSError as error:
-            ours.close()
-            code = errno.errorcode.get(error.errno or 0, "?")
-            raise WriteError(
-                f"cannot start worker process {lane}: {error.strerror} [{code}]; nothing was written. Lower "
-                f"--dist-ckpt-workers or raise the limit on processes",
-                errno=error.errno,
-                lane=lane,
-            ) from error
-        finally:
-            theirs.close()
         self.lane = lane
-        self.pid = self.process.pid
-        self.pidfd = os.pidfd_open(self.pid)
-        ours.settimeout(timeout_s)
-        self.channel = Channel(ours)
         self.slabs: set[int] = set()
+        self._timeout_s = timeout_s
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                undo.callback(ours.close)
+                with theirs:
+                    self.process = subprocess.Popen(
+                        [sys.executable, "-c", _start_code(theirs.fileno())],
+                        pass_fds=(theirs.fileno(),),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                    )
+                undo.callback(self.process.wait, _REAP_S)
+                undo.callback(self.process.kill)
+                self.pid = self.process.pid
+                self.pidfd = os.pidfd_open(self.pid)
+            except OSError as error:
+                code = errno.errorcode.get(error.errno or 0, "?")
+                raise WriteError(
+                    f"cannot start worker process {lane}: {error.strerror} [{code}]; nothing was written. "
+                    f"Lower --dist-ckpt-workers or raise the limit on processes or descriptors",
+                    errno=error.errno,
+                    lane=lane,
+                ) from error
+            undo.pop_all()
+        self.channel = Channel(ours, self.pidfd)
 
-    def send(self, kind: str, body: Mapping[str, object], fds: tuple[int, ...] = ()) -> None:
+    def send(
+        self,
+        kind: str,
+        body: Mapping[str, object],
+        fds: tuple[int, ...] = (),
+        timeout_s: float | None = None,
+    ) -> None:
         try:
-            self.channel.send({"kind": kind, "body": body}, fds)
+            self.channel.send(
+                {"kind": kind, "body": body}, fds, self._timeout_s if timeout_s is None else timeout_s
+            )
         except TimeoutError as error:
             raise WriteError(
                 f"worker process {self.pid} of lane {self.lane} has stopped reading",
@@ -152,7 +164,7 @@ class _Worker:
             status = None
         how = "without being reaped" if status is None else f"with status {status}"
         if status is not None and status < 0:
-            how = f"by signal {signal.Signals(-status).name}"
+            how = f"by signal {-status} ({signal.strsignal(-status)})"
         return WorkerDied(
             f"worker process {self.pid} of lane {self.lane} ended {how} before it had written its part",
             lane=self.lane,
@@ -164,6 +176,9 @@ class _Worker:
         """End the process; returns whether it was reaped."""
         if kill:
             self.process.kill()
+        # Not close alone: a forked data loader may hold a copy of the descriptor.
+        with contextlib.suppress(OSError):
+            self.channel.socket.shutdown(socket.SHUT_RDWR)
         self.channel.socket.close()
         try:
             self.process.wait(timeout=_STOP_S)
@@ -246,15 +261,24 @@ class WorkerLanes:
 
     def poll(self, timeout_s: float) -> list[tuple[int, Ack]]:
         """See `Lanes.poll`."""
+        acks, ended = self._collect(timeout_s)
+        if ended:
+            raise ended[0].died()
+        return acks
+
+    def _collect(self, timeout_s: float) -> tuple[list[tuple[int, Ack]], list[_Worker]]:
+        """Return what has arrived, and the workers that have ended or are ending."""
         poller = select.poll()
         by_fd: dict[int, _Worker] = {}
         for worker in self._workers:
             for fd in (worker.channel.socket.fileno(), worker.pidfd):
                 poller.register(fd, select.POLLIN)
                 by_fd[fd] = worker
+        kept = {worker.channel.socket.fileno() for worker in self._workers if worker.channel.messages}
         acks: list[tuple[int, Ack]] = []
         ended: list[_Worker] = []
-        for fd, _ in poller.poll(max(0.0, timeout_s) * 1000):
+        ready = {fd for fd, _ in poller.poll(0 if kept else max(0.0, timeout_s) * 1000)}
+        for fd in [*kept, *(ready - kept)]:
             worker = by_fd[fd]
             if fd == worker.pidfd:
                 ended.append(worker)
@@ -266,48 +290,43 @@ class WorkerLanes:
             acks += [(worker.lane, ack_from(message["body"])) for message in messages]
             if closed:
                 ended.append(worker)
-        if ended:
-            raise ended[0].died()
-        return acks
+        return acks, ended
 
     def abort(self, save_id: str, timeout_s: float) -> set[int]:
         """See `Lanes.abort`.
 
         A worker that does not answer in time is killed; one that cannot be reaped stays dangerous.
         """
+        unreaped: set[int] = set()
         waiting: dict[int, _Worker] = {}
         for worker in self._workers:
             try:
-                worker.send("abort", {"save_id": save_id})
+                worker.send("abort", {"save_id": save_id}, timeout_s=timeout_s)
                 waiting[worker.lane] = worker
             except WriteError:
                 worker.process.kill()
         deadline = time.monotonic() + timeout_s
         while waiting and time.monotonic() < deadline:
-            try:
-                acks = self.poll(min(0.1, timeout_s))
-            except WorkerDied:
-                for worker in [w for w in self._workers if w.process.poll() is not None]:
-                    waiting.pop(worker.lane, None)
-                    self._forget(worker)
-                continue
+            acks, ended = self._collect(min(0.1, timeout_s))
             for lane, ack in acks:
                 if ack.save_id == save_id and ack.sequence == -1:
                     waiting.pop(lane, None)
-        unreaped = set()
+            for worker in dict.fromkeys(ended):
+                waiting.pop(worker.lane, None)
+                if not self._forget(worker, kill=True):
+                    unreaped.add(worker.lane)
         for worker in [w for w in self._workers if w.lane in waiting or w.process.poll() is not None]:
-            if not worker.stop(kill=True):
+            if not self._forget(worker, kill=True):
                 unreaped.add(worker.lane)
-            self._forget(worker)
         return unreaped
 
     def close(self) -> None:
         """See `Lanes.close`."""
         self._finalizer()
 
-    def _forget(self, worker: _Worker) -> None:
-        worker.stop(kill=False)
+    def _forget(self, worker: _Worker, *, kill: bool = False) -> bool:
         self._workers.remove(worker)
+        return worker.stop(kill=kill)
 
 
 def open_lanes(workers: int, slabs: Mapping[int, Slab], timeout_s: float) -> Lanes:

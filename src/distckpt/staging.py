@@ -19,6 +19,7 @@ import bisect
 import copy
 import ctypes
 import functools
+import gc
 import logging
 import threading
 import time
@@ -268,11 +269,6 @@ class Stager:
         self._pinned: set[int] = set()
         self._pin_warned = False
 
-    @property
-    def has_leases(self) -> bool:
-        """Whether staged tensors are alive."""
-        return len(self._leases) > 0
-
     def pin(self, slab: Slab) -> None:
         """Register a slab with CUDA, if this process uses CUDA; it is undone before the slab is unmapped."""
         if slab.index in self._pinned or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -403,7 +399,7 @@ class Stager:
         ranges: list[Range] = []
         try:
             for _, _, nbytes in blocks:
-                ranges.append(self._arena.reserve(nbytes, timeout_s=self._timeout_s, want_bytes=total))
+                ranges.append(self._reserve(nbytes, total))
         except StagingError:
             for taken in ranges:
                 self._arena.release(taken)
@@ -420,8 +416,25 @@ class Stager:
             del slot.tensor, slot.staged
         return staged, ticket
 
+    def _reserve(self, nbytes: int, want_bytes: int) -> Range:
+        found = self._arena.try_reserve(nbytes, want_bytes)
+        if found is None:
+            self.collect()
+            found = self._arena.reserve(nbytes, timeout_s=self._timeout_s, want_bytes=want_bytes)
+        return found
+
+    def collect(self) -> None:
+        """Free what failed saves staged.
+
+        The exception that torch raises and the frames in its traceback refer to each other, and they hold the
+        staged state: only a collection frees it.
+        """
+        if self._leases:
+            gc.collect()
+
     def close(self) -> None:
         """Give back what the stager itself holds of the arena."""
+        self.collect()
         self._words.clear()
         if self._word_home is not None:
             self._arena.release(self._word_home)
@@ -540,10 +553,17 @@ class Stager:
         def build() -> ShardedTensor:
             # The constructor communicates; the twin shares everything but the shards' memory.
             twin: ShardedTensor = ShardedTensor.__new__(
-                ShardedTensor, value.sharding_spec(), *value.size(), dtype=value.dtype
+                ShardedTensor,
+                value.sharding_spec(),
+                *value.size(),
+                dtype=value.dtype,
+                layout=value.layout,
+                pin_memory=False,
+                requires_grad=value.requires_grad,
             )
             local_shards = [Shard(part(), metadata) for part, metadata in shards]
-            twin.__dict__.update(value.__dict__, _local_shards=local_shards)
+            # The id is the original's, which its end takes out of a register.
+            twin.__dict__.update(value.__dict__, _local_shards=local_shards, _sharded_tensor_id=None)
             return twin
 
         return build
@@ -600,7 +620,7 @@ class _SmallRun:
         self._start = self._end = 0
 
     def add(self, offset: int, frame: Frame, tensor: torch.Tensor | None, nbytes: int, position: int) -> None:
-        """Add the item at `offset` of the file, and the padding since `position`, where the last one ended."""
+        """Add the item at `offset` of the file, and the padding since `position`, where the last ended."""
         parts = self._parts
         if parts and self._end - self._start < _RUN_BYTES and offset - self._end < LARGE_ALIGNMENT:
             parts.append(_PADDING[: offset - self._end])

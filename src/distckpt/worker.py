@@ -124,11 +124,18 @@ class LaneWriter:
         self._memory = memory
         self._open_storage = open_storage
         self._images: dict[tuple[str, str], ImageFile] = {}
+        self._aborted = ""
 
     def write(self, task: Task) -> Ack:
-        """Write `task`; a failure is in the acknowledgement, and the file is given up."""
+        """Write `task`; a failure is in the acknowledgement, and the save's files are given up."""
+        if task.save_id == self._aborted:
+            # What was queued behind a failure must not begin the file anew.
+            late = WriteError("the save was given up", errno=errno.ECANCELED)
+            return Ack(task.save_id, task.sequence, task.names[0], (), _describe(late))
         key = (task.save_id, task.names[-1])
         try:
+            # Those of earlier saves that are finished are kept until here, for `abort`.
+            self._images = {k: image for k, image in self._images.items() if k[0] == task.save_id}
             image = self._images.get(key)
             if image is None:
                 image = self._open_storage(task.storage).create_image(task.names)
@@ -136,14 +143,14 @@ class LaneWriter:
             checksums = self._write_pieces(image, task)
             if task.file_nbytes is not None:
                 image.finish(task.file_nbytes)
-                del self._images[key]
         except WriteError as error:
             self.abort(task.save_id)
             return Ack(task.save_id, task.sequence, task.names[0], (), _describe(error))
         return Ack(task.save_id, task.sequence, image.name, checksums)
 
     def abort(self, save_id: str) -> Ack:
-        """Give up every file of `save_id` that is not finished."""
+        """Give up every file of `save_id`, finished or not; nothing more is written for it."""
+        self._aborted = save_id
         for key in [key for key in self._images if key[0] == save_id]:
             self._images.pop(key).abort()
         return Ack(save_id, -1)
@@ -199,7 +206,9 @@ class Channel:
         self._fds: list[int] = []
         self._closed = False
 
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), timeout_s: float | None = None) -> None:
+    def send(
+        self, message: dict[str, Any], fds: tuple[int, ...] = (), timeout_s: float | None = None
+    ) -> None:
         """Send one message.
 
         What arrives meanwhile is read and kept: with both sockets full, each end would wait for the other.

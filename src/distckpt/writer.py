@@ -23,6 +23,7 @@ import threading
 import time
 import uuid
 import warnings
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
 _DRAIN_POLL_S = 0.02
+_PICK_UP_S = 1.0
+"""A save thread that exists asks for what was staged within this."""
 DCP_VERSION = "1.0.0"
 """Source: CURRENT_DCP_VERSION in torch/distributed/checkpoint/filesystem.py, 2.9 to 2.14."""
 _Path = str | os.PathLike[str]
@@ -92,6 +95,36 @@ class _Save:
     participant: Participant = field(default_factory=Participant)
     is_set_up: bool = False
     started: float = 0.0
+
+
+class _StagedState(Future[dict[str, Any]]):
+    """The future of a staged state, which knows whether a save is still at work on it.
+
+    torch's save thread asks for the result first of all, and ends with its save.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stager = threading.current_thread()
+        self._staged_at = time.monotonic()
+        self._saver: threading.Thread | None = None
+        self._ended = False
+
+    @property
+    def awaits_save(self) -> bool:
+        """Whether a thread saves the state, or may be about to."""
+        if self._saver is None:
+            return time.monotonic() - self._staged_at < _PICK_UP_S
+        return not self._ended and self._saver is not self._stager and self._saver.is_alive()
+
+    def end(self, saver: threading.Thread) -> None:
+        """Note that a save on thread `saver` has ended."""
+        self._ended = self._ended or saver is self._saver
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """Return the staged state; see `Future.result`."""
+        self._saver = threading.current_thread()
+        return super().result(timeout)
 
 
 class StorageWriter(TorchStorageWriter, AsyncStager):
@@ -132,7 +165,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         self._local = threading.local()
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
-        self._staged_saves = 0
+        self._staged: weakref.WeakSet[_StagedState] = weakref.WeakSet()
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -272,13 +305,12 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             A future of the staged state. If the state cannot be staged, what it holds raises the error while
             the local plan is made, where torch carries it to every rank.
         """
-        future: Future[dict[str, Any]] = Future()
+        future = _StagedState()
         try:
             warn_async_workers(self._config.dist_ckpt_workers, stacklevel=3)
             _drain_at_exit()
             staged, ticket = self._get_engine().stage(state_dict)
-            with self._engine_lock:
-                self._staged_saves += 1
+            self._staged.add(future)
         except Exception as error:  # noqa: BLE001 - forwarded through the staged state to every rank
             failure = (
                 error if isinstance(error, StagingError) else StagingError(f"{type(error).__name__}: {error}")
@@ -303,14 +335,13 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
     def close(self) -> None:
         """Let saves in flight end, then end workers and give memory back.
 
-        Idempotent, and needs no process group. A save whose state was staged and that makes no progress
-        within the deadline is given up.
+        Idempotent, and needs no process group. A save that makes no progress within the deadline is given up.
         """
         engine = self._engine
         if engine is not None and not self._closed:
             engine.deadline.progress()
             pause = threading.Event()
-            while self._staged_saves > 0 and engine.has_staged and not engine.deadline.passed:
+            while any(staged.awaits_save for staged in list(self._staged)) and not engine.deadline.passed:
                 pause.wait(_DRAIN_POLL_S)
         with self._engine_lock:
             self._closed = True
@@ -319,8 +350,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             engine.close()
 
     def _end_staged_save(self) -> None:
-        with self._engine_lock:
-            self._staged_saves = max(0, self._staged_saves - 1)
+        for staged in list(self._staged):
+            staged.end(threading.current_thread())
 
     @property
     def _timeout_s(self) -> float:
@@ -432,10 +463,25 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         try:
             yield
         except BaseException as error:
-            _LOG.error("save %s of %s failed: %s: %s", save.save_id, save.path, type(error).__name__, error)
+            # As text: a handler that keeps records would keep the traceback, and so the staged state.
+            text = f"{type(error).__name__}: {error}"
+            _LOG.error("save %s of %s failed: %s", save.save_id, save.path, text)
             _note_failure()
             self._end_staged_save()
-            raise
+            if _travels(error):
+                raise
+            rank = save.participant.rank
+            told = CheckpointError(f"{text} (rank {rank})", rank=rank)
+            raise told.with_traceback(error.__traceback__) from error
+
+
+def _travels(error: BaseException) -> bool:
+    """Say whether other ranks can be sent `error`; one that cannot be pickled would leave them waiting."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - an object of the user's raises anything
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TEMPLATES = 1 << 16
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+"""Their tensors cannot be made without scales, and so have no template."""
 
 
 class _FramingSink(io.RawIOBase):
@@ -86,13 +88,14 @@ class TorchDist:
         An item whose framing is what this torch would write is viewed in place; any other goes through
         torch.load.
         """
-        example = torch.empty(0, dtype=dtype)
-        strides = contiguous_strides(shape)
-        prefix, suffix = _template(dtype, tuple(shape), strides)
-        nbytes = math.prod(shape) * example.element_size()
-        if nbytes and len(data) == len(prefix) + nbytes + len(suffix) and data.startswith(prefix):
-            payload = torch.frombuffer(data, dtype=torch.uint8, offset=len(prefix), count=nbytes)
-            return example.set_(payload.untyped_storage(), 0, tuple(shape), strides)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes and dtype not in _QUANTIZED:
+            strides = contiguous_strides(shape)
+            prefix, suffix = _template(dtype, tuple(shape), strides)
+            if len(data) == len(prefix) + nbytes + len(suffix) and data.startswith(prefix):
+                payload = torch.frombuffer(data, dtype=torch.uint8, offset=len(prefix), count=nbytes)
+                viewed = torch.empty(0, dtype=dtype)
+                return viewed.set_(payload.untyped_storage(), 0, tuple(shape), strides)
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         assert isinstance(loaded, torch.Tensor)
         return loaded

@@ -44,7 +44,7 @@ class ImageFile(Protocol):
         """
 
     def abort(self) -> None:
-        """Give the file up and remove what was written of it; never raises."""
+        """Give the file up, finished or not, and remove what was written of it; never raises."""
 
 
 class Storage(Protocol):
