@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4096
 SLAB_BYTES = 1 << 30
 _RETRY_S = 0.01
+_CALL_S = 10.0
 _GIB = 1 << 30
 
 
@@ -188,24 +189,36 @@ class Arena:
             self._take_back()
             return self._fit(size) or self._grow(size, want_bytes)
 
-    def reserve(self, nbytes: int, *, timeout_s: float, want_bytes: int = 0) -> Range:
+    def reserve(
+        self,
+        nbytes: int,
+        *,
+        timeout_s: float,
+        want_bytes: int = 0,
+        on_wait: Callable[[], object] = lambda: None,
+    ) -> Range:
         """Return a page-aligned range of `nbytes`, waiting for others to release theirs.
 
         Args:
             nbytes: As for `try_reserve`.
             timeout_s: Seconds to wait at most.
             want_bytes: As for `try_reserve`.
+            on_wait: Called at once and then again and again, less and less often, while the wait lasts.
 
         Raises:
             StagingError: As for `try_reserve`, or the wait passed its deadline.
         """
-        deadline = time.monotonic() + timeout_s
-        pause = threading.Event()
+        started = time.monotonic()
+        next_call_s, pause = 0.0, threading.Event()
         while True:
             found = self.try_reserve(nbytes, want_bytes)
             if found is not None:
                 return found
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - started
+            if waited_s >= next_call_s:
+                on_wait()
+                next_call_s = waited_s + min(max(waited_s, _RETRY_S), _CALL_S)
+            elif waited_s > timeout_s:
                 raise StagingError(
                     f"waited {timeout_s:.0f} s for {nbytes} bytes of host memory: saves in flight hold what "
                     f"the budget of {self.budget_bytes} bytes allows (--ckpt-host-memory)"

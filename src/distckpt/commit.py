@@ -273,7 +273,10 @@ def load_integrity(storage: Storage, metadata: bytes) -> Integrity | None:
     if record is None:
         return None
     items: dict[tuple[str, int], tuple[int, list[int]]] = {}
-    for ref in _parse(storage, record_name, record)["manifests"]:
+    parsed = _parse(storage, record_name, record)
+    if "manifests" not in parsed:
+        raise IntegrityError(f"{storage.url}/{record_name} names no manifests", file=record_name)
+    for ref in parsed["manifests"]:
         data = storage.read(ref["name"])
         if data is None:
             raise IntegrityError(f"{storage.url}/{ref['name']} is missing", file=ref["name"])

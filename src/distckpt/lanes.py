@@ -200,10 +200,18 @@ def _start_code(socket_fd: int) -> str:
     # The working directory comes first in the path of `python -c`, and the script's folder in the parent's: a
     # json.py there must not become the worker's. Hence the installation first, then the rest of the parent's.
     installed = set(sysconfig.get_paths().values())
-    folders = dict.fromkeys(os.path.abspath(folder or os.getcwd()) for folder in sys.path)
+    folders = dict.fromkeys(found for folder in sys.path if (found := _absolute(folder)) is not None)
     ordered = sorted(folders, key=lambda folder: not (folder in installed or folder.endswith(_INSTALLED)))
     serve = f"from distckpt.worker import main; main({socket_fd}, {os.getpid()})"
     return f"import sys; sys.path[:] = {ordered!r}; {serve}"
+
+
+def _absolute(folder: str) -> str | None:
+    try:
+        return os.path.abspath(folder)
+    except FileNotFoundError:
+        # The working directory was removed: nothing can be imported from it.
+        return None
 
 
 def _stop_all(owner_pid: int, workers: list[_Worker]) -> None:

@@ -69,6 +69,7 @@ class StorageReader(TorchStorageReader):
     def _forget(self) -> None:
         self._metadata: Metadata | None = None
         self._integrity: Integrity | None = None
+        self._damage: CheckpointError | None = None
         self._load_id = uuid.uuid4().hex
 
     @property
@@ -104,7 +105,7 @@ class StorageReader(TorchStorageReader):
 
         Raises:
             CheckpointError: There is no complete checkpoint, or the metadata cannot be read.
-            IntegrityError: A record of the commit is damaged.
+            IntegrityError: The metadata is damaged.
         """
         storage = self._storage()
         rank = kwargs.get("rank")
@@ -114,8 +115,12 @@ class StorageReader(TorchStorageReader):
             raise CheckpointError(f"{storage.url} holds no complete checkpoint: {name} is missing")
         raw = bytes(data)
         if self._verify:
-            self._integrity = load_integrity(storage, raw)
-            if self._integrity is None:
+            try:
+                self._integrity = load_integrity(storage, raw)
+            except CheckpointError as error:
+                # torch takes an error here for a missing `.metadata`: raised where it asks next.
+                self._damage = error
+            if self._integrity is None and self._damage is None:
                 _LOG.warning(
                     "%s has no commit record of distckpt: it is loaded without verification", storage.url
                 )
@@ -146,7 +151,10 @@ class StorageReader(TorchStorageReader):
 
         Raises:
             CheckpointError: The metadata says nothing of files.
+            IntegrityError: A record of the commit is damaged.
         """
+        if self._damage is not None:
+            raise self._damage
         if metadata.storage_data is None:
             raise CheckpointError(f"the metadata of {self._path} does not say where its items lie")
         self._metadata = metadata

@@ -51,6 +51,8 @@ _RUN_BYTES = 1 << 20
 _PADDING = bytes(LARGE_ALIGNMENT)
 _WORDS = PAGE_BYTES // 8
 _POLL_S = 0.0005
+_PICK_UP_S = 1.0
+"""A save thread that exists asks for what was staged within this."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -138,8 +140,12 @@ def _span(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
     row_bytes = tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) if tensor.dim() else 0
     if row_bytes:
         first, last = low // row_bytes, -(-high // row_bytes)
-        if last - first == 1 and tensor.dim() > 1:
-            return _span(tensor[first], low - first * row_bytes, high - first * row_bytes)
+        if tensor.dim() > 1 and row_bytes > high - low:
+            parts = [
+                _span(tensor[row], max(0, low - row * row_bytes), min(row_bytes, high - row * row_bytes))
+                for row in range(first, last)
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         tensor, low, high = tensor[first:last], low - first * row_bytes, high - first * row_bytes
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     whole.copy_(tensor)
@@ -228,20 +234,67 @@ class CopyTicket:
                 raise StagingError(f"the copy off the device failed: {error}") from error
 
 
+class StagedUse:
+    """Who works on a staged state: torch's save thread asks for it first of all, and ends with its save."""
+
+    def __init__(self) -> None:
+        self._stager = threading.current_thread()
+        self._staged_at = time.monotonic()
+        self._askers: set[threading.Thread] = set()
+        self._ended = False
+        self.completer: threading.Thread | None = None
+        """The thread that completes the state, and so runs torch's callbacks, which ask for it too."""
+
+    def ask(self) -> None:
+        """Note that the current thread asks for the state."""
+        if threading.current_thread() is not self.completer:
+            self._askers.add(threading.current_thread())
+
+    def end(self) -> None:
+        """Note that a save on the current thread has ended."""
+        self._ended = self._ended or threading.current_thread() in self._askers
+
+    @property
+    def awaits_save(self) -> bool:
+        """Whether a thread saves the state, or may be about to."""
+        askers = self._askers.copy()
+        if not askers:
+            return time.monotonic() - self._staged_at < _PICK_UP_S
+        return not self._ended and any(t.is_alive() for t in askers if t is not self._stager)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all threads that have asked for the state, and the stager is none of them, have ended."""
+        askers = self._askers.copy()
+        return bool(askers) and self._stager not in askers and not any(t.is_alive() for t in askers)
+
+
 class Lease:
     """Arena memory under staged tensors; given back when the last of them is gone.
 
     Args:
         arena: Where `ranges` are from.
         ranges: The memory.
+        use: Who works on the tensors.
     """
 
-    def __init__(self, arena: Arena, ranges: list[Range]) -> None:
+    def __init__(self, arena: Arena, ranges: list[Range], use: StagedUse) -> None:
         self._arena = arena
         self._ranges = ranges
+        self.use = use
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
         # An arena may be closed while staged tensors are alive: they keep their slabs mapped.
         self._slabs = [arena.slabs[taken.slab] for taken in ranges]
         self.items: dict[int, tuple[torch.dtype, torch.Size, tuple[int, ...], Frame, int, int]] = {}
+
+    def revoke(self) -> None:
+        """Take the memory from the tensors that are still alive; they are empty afterwards."""
+        nothing = torch.empty(0, dtype=torch.uint8).untyped_storage()
+        with torch.no_grad():
+            for reference in self.tensors:
+                tensor = reference()
+                if tensor is not None:
+                    tensor.set_(nothing, 0, (0,), (1,))
 
     def __del__(self) -> None:
         for taken in self._ranges:
@@ -373,11 +426,15 @@ class Stager:
             ctypes.memset(address + position, 0, high - position)
         return copies.end()
 
-    def stage(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], CopyTicket]:
+    def stage(
+        self, state: Mapping[str, Any], use: StagedUse | None = None
+    ) -> tuple[dict[str, Any], CopyTicket]:
         """Copy a whole state, before there is a plan.
 
         Args:
             state: Nested containers of tensors of any kind and Python objects.
+            use: Says when nobody needs the staged state any more: what keeps it alive then, such as a planner
+                or the error of a failed save, loses its tensors to the next state that needs the memory.
 
         Returns:
             The same structure, whose tensors view the arena and whose objects are copies, and a ticket: the
@@ -404,31 +461,36 @@ class Stager:
             for taken in ranges:
                 self._arena.release(taken)
             raise
-        lease = Lease(self._arena, ranges)
+        lease = Lease(self._arena, ranges, use or StagedUse())
         self.begin({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
         copies = _Copies(self)
         for (first, offsets, nbytes), taken in zip(blocks, ranges, strict=True):
             self._fill_block(slots[first : first + len(offsets)], offsets, nbytes, taken, lease, copies)
         self._leases.add(lease)
         ticket = copies.end(caller_waits=True)
+        lease.tensors = [weakref.ref(slot.staged) for slot in slots]
         staged = build()
         for slot in slots:
             del slot.tensor, slot.staged
         return staged, ticket
 
     def _reserve(self, nbytes: int, want_bytes: int) -> Range:
-        found = self._arena.try_reserve(nbytes, want_bytes)
-        if found is None:
-            self.collect()
-            found = self._arena.reserve(nbytes, timeout_s=self._timeout_s, want_bytes=want_bytes)
-        return found
+        # Again and again: the save that holds the memory may end, or fail, while this one waits.
+        return self._arena.reserve(
+            nbytes, timeout_s=self._timeout_s, want_bytes=want_bytes, on_wait=self.collect
+        )
 
     def collect(self) -> None:
-        """Free what failed saves staged.
+        """Free what saves that are over have staged.
 
-        The exception that torch raises and the frames in its traceback refer to each other, and they hold the
-        staged state: only a collection frees it.
+        A planner that is kept holds the state of its last save, and the error of a failed save, which may be
+        kept too, holds the frames of its traceback.
         """
+        for lease in list(self._leases):
+            if lease.use.is_over:
+                lease.revoke()
+            # Local names would hold what has just been let go.
+            del lease
         if self._leases:
             gc.collect()
 
@@ -667,6 +729,13 @@ class _Copies:
         if target is None:
             target = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
         if not source.is_cuda:
+            if not verbatim and nbytes == source.nbytes:
+                # Rearranged on the way, without a copy in between.
+                dense = torch.empty(0, dtype=source.dtype).set_(
+                    target.untyped_storage(), 0, source.shape, contiguous_strides(source.shape)
+                )
+                dense.copy_(source)
+                return
             part = _flat_bytes(source)[low:high] if verbatim else _span(source, low, high)
             target.copy_(part)
             return

@@ -167,8 +167,7 @@ class LaneWriter:
                 # A span never crosses a piece: items are contiguous in the arena, and so are ranges.
                 while at < len(spans) and spans[at] < start + nbytes:
                     low = spans[at] - start
-                    with view[low : low + spans[at + 1]] as span:
-                        checksums.append(checksum(span))
+                    checksums.append(checksum(view[low : low + spans[at + 1]]))
                     at += 2
                 buffers.append(view)
                 start += nbytes

@@ -106,6 +106,10 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None 
             f"{text!r}: this version of distckpt writes to local paths and file:// only, "
             f"not to {type(file_system).__name__}"
         )
+    # fsspec's local file system takes any option, and has an effect for this one alone.
+    ignored = [name for name, value in (options or {}).items() if (name, value) != ("auto_mkdir", True)]
+    if ignored:
+        raise ConfigError(f"{text!r}: storage options without effect on local paths: {', '.join(ignored)}")
     return PosixStorage(path)
 
 
