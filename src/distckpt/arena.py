@@ -167,12 +167,24 @@ class Arena:
         """Bytes of host memory that the slabs hold now."""
         return sum(slab.nbytes for slab in self.slabs.values())
 
-    def try_reserve(self, nbytes: int, want_bytes: int = 0) -> Range | None:
+    def check(self, nbytes: int) -> None:
+        """Refuse what the machine cannot give, before any of it is taken.
+
+        Args:
+            nbytes: Bytes that the arena shall hold in all.
+
+        Raises:
+            StagingError: The machine or the control group leaves less than the slabs lack.
+        """
+        self._check_available(nbytes - self.reserved_bytes)
+
+    def try_reserve(self, nbytes: int, want_bytes: int = 0, spare_bytes: int = 0) -> Range | None:
         """Return a page-aligned range of `nbytes`, or None while others hold the memory that it needs.
 
         Args:
             nbytes: Bytes, at least 1, contiguous.
             want_bytes: What the whole save will need; slabs are made large enough for it where they can.
+            spare_bytes: Bytes of the budget that must be left for others.
 
         Raises:
             StagingError: The budget, the machine or the control group can never give that much.
@@ -187,6 +199,8 @@ class Arena:
             if self._closed:
                 raise StagingError("the writer is closed")
             self._take_back()
+            if spare_bytes and self._left() - size < spare_bytes:
+                return None
             return self._fit(size) or self._grow(size, want_bytes)
 
     def reserve(
@@ -195,6 +209,7 @@ class Arena:
         *,
         timeout_s: float,
         want_bytes: int = 0,
+        spare_bytes: int = 0,
         on_wait: Callable[[], object] = lambda: None,
     ) -> Range:
         """Return a page-aligned range of `nbytes`, waiting for others to release theirs.
@@ -203,6 +218,7 @@ class Arena:
             nbytes: As for `try_reserve`.
             timeout_s: Seconds to wait at most.
             want_bytes: As for `try_reserve`.
+            spare_bytes: As for `try_reserve`.
             on_wait: Called at once and then again and again, less and less often, while the wait lasts.
 
         Raises:
@@ -211,7 +227,7 @@ class Arena:
         started = time.monotonic()
         next_call_s, pause = 0.0, threading.Event()
         while True:
-            found = self.try_reserve(nbytes, want_bytes)
+            found = self.try_reserve(nbytes, want_bytes, spare_bytes)
             if found is not None:
                 return found
             waited_s = time.monotonic() - started
@@ -278,14 +294,9 @@ class Arena:
             return None
         want = min(left, SLAB_BYTES, align(max(0, want_bytes - self.reserved_bytes), PAGE_BYTES))
         slab_bytes = max(size, want)
-        available = available_memory()
-        if slab_bytes > available:
+        if slab_bytes > available_memory():
             slab_bytes = size
-        if slab_bytes > available:
-            raise StagingError(
-                f"cannot reserve {size / _GIB:.2f} GiB of host memory: machine and control group leave "
-                f"this process {available / _GIB:.2f} GiB; lower --ckpt-host-memory"
-            )
+            self._check_available(size)
         slab = Slab(self._next_index, slab_bytes)
         if self.on_slab is not None:
             self.on_slab(slab)
@@ -293,6 +304,20 @@ class Arena:
         self.slabs[slab.index] = slab
         self._free[slab.index] = [(size, slab_bytes - size)] if slab_bytes > size else []
         return Range(slab.index, 0, size)
+
+    def _left(self) -> int:
+        return (
+            self.budget_bytes - self.reserved_bytes + sum(n for free in self._free.values() for _, n in free)
+        )
+
+    @staticmethod
+    def _check_available(nbytes: int) -> None:
+        available = available_memory() if nbytes > 0 else 0
+        if nbytes > available:
+            raise StagingError(
+                f"cannot reserve {nbytes / _GIB:.2f} GiB of host memory: machine and control group leave "
+                f"this process {available / _GIB:.2f} GiB; lower --ckpt-host-memory"
+            )
 
     def _drop(self, index: int) -> None:
         del self._free[index]

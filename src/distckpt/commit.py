@@ -34,6 +34,7 @@ FOLDER = ".distckpt/"
 _OWNER = FOLDER + "owner"
 _VERSION = 1
 _IMAGE = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
+_METADATA = re.compile(r"(?:__(\d+))?\.metadata(\.\d+\.tmp)?")
 
 
 @dataclass
@@ -146,7 +147,7 @@ def publish(
                 )
     record = {
         "version": _VERSION,
-        "metadata": METADATA if rank is None else f"__{rank}{METADATA}",
+        "metadata": _metadata_name(rank),
         "manifests": [{"name": ref.name, "sha256": ref.sha256} for ref in manifests],
         **(details or {}),
     }
@@ -167,6 +168,26 @@ def _check_owner(storage: Storage, save_id: str, rank: int | None) -> None:
         )
 
 
+def refuse_part(storage: Storage) -> None:
+    """Refuse to write a part of a checkpoint without collectives where there is one of all ranks.
+
+    Readers look for the metadata of all ranks first: they would not find the part, and what the sweep removes
+    would be missing to the whole.
+
+    Raises:
+        CommitError: There is one.
+    """
+    if storage.read(METADATA, nbytes=0) is not None:
+        raise CommitError(
+            f"not written: {storage.url} holds a checkpoint that was saved with collectives, which readers "
+            f"would go on finding: remove it, or save without collectives to another directory"
+        )
+
+
+def _metadata_name(rank: int | None) -> str:
+    return METADATA if rank is None else f"__{rank}{METADATA}"
+
+
 def _record_name(metadata: bytes) -> str:
     return f"{FOLDER}commit-{hashlib.sha256(metadata).hexdigest()}.json"
 
@@ -174,12 +195,10 @@ def _record_name(metadata: bytes) -> str:
 def _sweep(storage: Storage, metadata: bytes, manifests: Sequence[ManifestRef], rank: int | None) -> None:
     """Remove what earlier saves left; a failure costs disk space and is said, the checkpoint is committed."""
     try:
-        keep = {name for ref in manifests for name in ref.files}
+        keep = {name for ref in manifests for name in ref.files} | {_metadata_name(rank)}
         for name in storage.list():
-            image = _IMAGE.fullmatch(name)
-            stale_image = image is not None and name not in keep and rank in (None, int(image[1]))
-            partial = rank is None and name.startswith(METADATA + ".") and name.endswith(".tmp")
-            if stale_image or partial:
+            ours = _IMAGE.fullmatch(name) or _METADATA.fullmatch(name)
+            if ours is not None and name not in keep and (rank is None or ours[1] == str(rank)):
                 storage.delete(name)
         folders = {ref.name.rpartition("/")[0] + "/" for ref in manifests}
         _sweep_records(storage, {_record_name(metadata), _OWNER}, folders, rank)
@@ -206,7 +225,7 @@ def _sweep_records(storage: Storage, keep: set[str], keep_folders: set[str], ran
 
 def _belongs_to(storage: Storage, name: str, rank: int) -> bool:
     record = storage.read(name)
-    return record is not None and f'"metadata":"__{rank}{METADATA}"'.encode() in record
+    return record is not None and f'"metadata":"{_metadata_name(rank)}"'.encode() in record
 
 
 class Integrity:

@@ -140,6 +140,7 @@ class Engine:
         self.checksums = checksums
         self.timeout_s = timeout_s
         self.deadline = ProgressDeadline(timeout_s)
+        self._written: set[str] = set()
         self._lock = threading.Lock()
         self._sequence = 0
         per_lane = arena.budget_bytes // (lanes.count * (lanes.depth + 1))
@@ -205,7 +206,7 @@ class Engine:
         self._wait_for_turn(storage, rank)
         try:
             with collector_paused():
-                files = self._pack(save_id, rank, items)
+                files = self._pack(storage, save_id, rank, items)
             self._start_lanes(rank)
             storage.prepare()
             run = _Run(self, storage, save_id, rank, files)
@@ -255,7 +256,10 @@ class Engine:
             error.rank = rank
             raise
 
-    def _pack(self, save_id: str, rank: int, items: Sequence[Item]) -> list[_File]:
+    def _pack(self, storage: Storage, save_id: str, rank: int, items: Sequence[Item]) -> list[_File]:
+        # Later saves to a directory always bear their id: a plain name that a sweep has freed is not new.
+        is_first = storage.url not in self._written
+        self._written.add(storage.url)
         sizes = [item.size for item in items]
         files = []
         for lane, indices in enumerate(pack(sizes, self.lanes.count)):
@@ -266,7 +270,7 @@ class Engine:
             files.append(
                 _File(
                     lane=lane,
-                    names=(name, f"{name}.{save_id}"),
+                    names=(name, f"{name}.{save_id}") if is_first else (f"{name}.{save_id}",),
                     indices=indices,
                     items=[items[index] for index in indices],
                     offsets=layout.offsets,

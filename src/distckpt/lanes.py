@@ -238,6 +238,8 @@ class WorkerLanes:
         self._slabs = slabs
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
+        # Killed, and not gone: a process that waits for a device that hangs ends when the device answers.
+        self._lost: list[_Worker] = []
         self._finalizer = weakref.finalize(self, _stop_all, os.getpid(), self._workers)
 
     @property
@@ -247,6 +249,7 @@ class WorkerLanes:
 
     def start(self) -> None:
         """See `Lanes.start`."""
+        self._lost = [worker for worker in self._lost if worker.process.poll() is None]
         for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
             self._forget(worker)
         running = {worker.lane for worker in self._workers}
@@ -334,7 +337,10 @@ class WorkerLanes:
 
     def _forget(self, worker: _Worker, *, kill: bool = False) -> bool:
         self._workers.remove(worker)
-        return worker.stop(kill=kill)
+        reaped = worker.stop(kill=kill)
+        if not reaped:
+            self._lost.append(worker)
+        return reaped
 
 
 def open_lanes(workers: int, slabs: Mapping[int, Slab], timeout_s: float) -> Lanes:

@@ -114,6 +114,8 @@ class StorageReader(TorchStorageReader):
         if data is None:
             raise CheckpointError(f"{storage.url} holds no complete checkpoint: {name} is missing")
         raw = bytes(data)
+        # torch does not reset a reader between two loads from one path.
+        self._integrity = self._damage = None
         if self._verify:
             try:
                 self._integrity = load_integrity(storage, raw)

@@ -34,7 +34,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distckpt.arena import PAGE_BYTES, Arena, Range, Slab
+from distckpt.arena import PAGE_BYTES, Arena, Range, Slab, align
 from distckpt.errors import StagingError
 from distckpt.formats import LARGE_ALIGNMENT, Format, Frame, contiguous_strides, lay_out
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 _LOG = logging.getLogger(__name__)
+_SPARE_BYTES = 32 << 20
 _BLOCK_BYTES = 256 << 20
 """Small items share reservations of about this size; a larger item has one of its own."""
 _MEMMOVE_BYTES = 1 << 20
@@ -312,6 +313,8 @@ class Stager:
 
     def __init__(self, arena: Arena, file_format: Format, timeout_s: float) -> None:
         self._arena = arena
+        # A save that was staged still needs memory for what is no tensor, or it would wait for its own end.
+        self._spare_bytes = min(_SPARE_BYTES, arena.budget_bytes // 16)
         self._frame = file_format.frame
         self._timeout_s = timeout_s
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -447,12 +450,14 @@ class Stager:
         slots: list[_Slot] = []
         build = self._prepare(state, (), slots)
         blocks = _into_blocks([slot.size for slot in slots])
-        total = sum(nbytes for _, _, nbytes in blocks)
-        if total > self._arena.budget_bytes:
+        total = sum(align(nbytes, PAGE_BYTES) for _, _, nbytes in blocks)
+        if total + self._spare_bytes > self._arena.budget_bytes:
+            left = self._arena.budget_bytes - self._spare_bytes
             raise StagingError(
-                f"the state takes {total / 2**30:.2f} GiB of host memory and the budget is "
-                f"{self._arena.budget_bytes / 2**30:.2f} GiB: raise --ckpt-host-memory, or save with dcp.save"
+                f"the state takes {total / 2**30:.2f} GiB of host memory and the budget leaves it "
+                f"{left / 2**30:.2f} GiB: raise --ckpt-host-memory, or save with dcp.save"
             )
+        self._arena.check(total)
         ranges: list[Range] = []
         try:
             for _, _, nbytes in blocks:
@@ -477,7 +482,11 @@ class Stager:
     def _reserve(self, nbytes: int, want_bytes: int) -> Range:
         # Again and again: the save that holds the memory may end, or fail, while this one waits.
         return self._arena.reserve(
-            nbytes, timeout_s=self._timeout_s, want_bytes=want_bytes, on_wait=self.collect
+            nbytes,
+            timeout_s=self._timeout_s,
+            want_bytes=want_bytes,
+            spare_bytes=self._spare_bytes,
+            on_wait=self.collect,
         )
 
     def collect(self) -> None:

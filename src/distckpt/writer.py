@@ -45,7 +45,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from distckpt import observe
-from distckpt.commit import Manifest, ManifestRef, claim, plan_digest, publish, write_manifest
+from distckpt.commit import (
+    Manifest,
+    ManifestRef,
+    claim,
+    plan_digest,
+    publish,
+    refuse_part,
+    write_manifest,
+)
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
 from distckpt.engine import Engine, Placement, collector_paused
@@ -230,11 +238,20 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             save.storage = open_storage(save.path, self._storage_options)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Claim the directory, if this rank coordinates; the plan is not changed."""
+        """Claim the directory, if this rank coordinates; the plan is not changed.
+
+        Args:
+            plan: What this rank has.
+
+        Raises:
+            CommitError: The save is without collectives, and the directory holds a checkpoint of all ranks.
+        """
         save = self._require()
         with self._reporting(save):
-            if save.participant.is_coordinator and save.participant.use_collectives:
-                storage = self._storage(save)
+            storage = self._storage(save)
+            if not save.participant.use_collectives:
+                refuse_part(storage)
+            elif save.participant.is_coordinator:
                 storage.prepare()
                 claim(storage, save.save_id)
         return plan
@@ -458,6 +475,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         try:
             yield
         except BaseException as error:
+            if isinstance(error, CheckpointError) and error.rank is None:
+                error.rank = save.participant.rank
             # As text: a handler that keeps records would keep the traceback, and so the staged state.
             text = f"{type(error).__name__}: {error}"
             _LOG.error("save %s of %s failed: %s", save.save_id, save.path, text)

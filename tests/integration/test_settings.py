@@ -1,0 +1,344 @@
+"""Where a checkpoint goes, what may be set, and what a damaged checkpoint answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+
+from distckpt import CheckpointConfig, ConfigError, IntegrityError, StorageReader, StorageWriter, observe
+from integration.checkpoints import (
+    assert_every_reader_finds,
+    assert_same,
+    failure_of,
+    read,
+    read_with_distckpt,
+    read_with_torch,
+    save,
+)
+
+pytestmark = pytest.mark.slow
+
+STATE: dict[str, Any] = {
+    "a": torch.arange(3000.0).reshape(30, 100),
+    "b": {"c": torch.arange(7, dtype=torch.int16), "large": torch.zeros(3 << 20, dtype=torch.uint8)},
+    "o": ["object", 1],
+}
+
+
+@pytest.fixture
+def writer() -> Iterator[StorageWriter]:
+    with StorageWriter() as opened:
+        yield opened
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def names_under(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_one_writer_for_many_paths(tmp_path: Path, home: Path) -> None:
+    """With and without `checkpoint_id`, and in every notation; each save is where the same path says."""
+    paths: list[str | os.PathLike[str]] = [
+        tmp_path / "pathlib",
+        str(tmp_path / "str"),
+        f"file://{tmp_path}/url",
+        f"{tmp_path}/slash/",
+        f"file://{tmp_path}/url and slash/",
+        "relative",
+        Path("relative pathlib") / "below",
+        "./dot/../relative.2",
+        f"{tmp_path}/with space",
+        f"{tmp_path}/\u00fcn\u00efc\u00f6d\u00e9 \u5f20",
+        f"{tmp_path}/step=1,lr=%20#?*[x]:5%",
+        f"{tmp_path}/many/missing/directories",
+    ]
+    with StorageWriter(tmp_path / "first", dist_ckpt_workers=2) as writer:
+        state_dict_saver.save({"number": -1}, storage_writer=writer)
+        for number, path in enumerate(paths):
+            state_dict_saver.save({"number": number - 1000}, checkpoint_id=path, storage_writer=writer)
+            # The last path stays until another is given.
+            state_dict_saver.save({"number": number}, storage_writer=writer)
+            assert writer.checkpoint_id == path
+    assert_same(read_with_torch(tmp_path / "first"), {"number": -1})
+    reader = StorageReader(tmp_path / "first")
+    for number, path in enumerate(paths):
+        target = {"number": None}
+        state_dict_loader.load(target, checkpoint_id=path, storage_reader=reader)
+        assert target == {"number": number}
+        local = Path(str(path).removeprefix("file://"))
+        assert_every_reader_finds({"number": number}, local.absolute())
+    assert not [name for name in names_under(home) if name.startswith("file:")]
+
+
+def test_relative_path_and_another_working_directory(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, writer: StorageWriter
+) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        state_dict_saver.save({"number": number}, checkpoint_id="here", storage_writer=writer)
+    for number in range(2):
+        assert_same(read_with_torch(tmp_path / str(number) / "here"), {"number": number})
+    assert names_under(home) == set()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("path", ["here", Path("here")])
+def test_working_directory_that_changes_during_a_save(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, workers: int, path: str | Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    end = observe.subscribe(lambda event: monkeypatch.chdir(elsewhere))
+    try:
+        with StorageWriter(dist_ckpt_workers=workers) as writer:
+            state_dict_saver.save(STATE, checkpoint_id=path, storage_writer=writer)
+    finally:
+        end()
+    assert Path.cwd() == elsewhere
+    assert_same(read_with_distckpt(home / "here"), STATE)
+    assert names_under(elsewhere) == set()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/checkpoint", "memory://checkpoint", "nosuch://x", ""])
+def test_storage_that_is_not_available(home: Path, writer: StorageWriter, url: str) -> None:
+    for opener in (StorageWriter, StorageReader):
+        with pytest.raises(ConfigError):
+            opener(url)
+        assert not opener.validate_checkpoint_id(url)
+    for is_async in (False, True):
+        with pytest.raises(CheckpointException) as caught:
+            save(STATE, url, writer, is_async=is_async)
+        assert isinstance(failure_of(caught.value), ConfigError)
+    assert names_under(home) == set()
+    # The writer is none the worse for it.
+    state_dict_saver.save(STATE, checkpoint_id="a", storage_writer=writer)
+    assert_same(read_with_distckpt(home / "a"), STATE)
+
+
+def test_no_path_at_all(writer: StorageWriter) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        state_dict_saver.save(STATE, storage_writer=writer)
+    assert isinstance(failure_of(caught.value), ConfigError)
+    with pytest.raises(CheckpointException, match="no checkpoint directory"):
+        state_dict_loader.load({"a": torch.ones(1)}, storage_reader=StorageReader())
+
+
+@pytest.mark.parametrize("opener", [StorageWriter, StorageReader])
+def test_storage_options(tmp_path: Path, opener: Callable[..., Any]) -> None:
+    path = tmp_path / "a"
+    with pytest.raises(ConfigError, match="nosuchoption"):
+        opener(path, storage_options={"nosuchoption": 1})
+    with pytest.raises(ConfigError, match="anon"):
+        opener(f"file://{path}", storage_options={"anon": True, "auto_mkdir": True})
+    assert not path.exists()
+
+
+def test_storage_options_with_an_effect(tmp_path: Path) -> None:
+    options = {"auto_mkdir": True}
+    with StorageWriter(tmp_path / "b" / "a", storage_options=options) as writer:
+        state_dict_saver.save(STATE, storage_writer=writer)
+    assert_same(read(StorageReader(tmp_path / "b" / "a", storage_options=options)), STATE)
+
+
+def test_storage_options_without_a_path_are_checked_by_the_save(home: Path) -> None:
+    with (
+        StorageWriter(storage_options={"anon": True}) as writer,
+        pytest.raises(CheckpointException) as caught,
+    ):
+        state_dict_saver.save(STATE, checkpoint_id=home / "a", storage_writer=writer)
+    assert isinstance(failure_of(caught.value), ConfigError)
+    assert names_under(home) == set()
+
+
+@pytest.mark.parametrize("opener", [StorageWriter, StorageReader])
+def test_settings_that_cannot_be_honoured(tmp_path: Path, opener: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'dist_ckpt_workers'"):
+        opener(tmp_path, dist_ckpt_worker=2)
+    with pytest.raises(ConfigError, match="ckpt_format"):
+        opener(tmp_path, ckpt_format="zarr")
+    with pytest.raises(ConfigError, match="dist_ckpt_workers"):
+        opener(tmp_path, CheckpointConfig(), dist_ckpt_workers=0)
+    with pytest.raises(ConfigError, match="config"):
+        opener(tmp_path, {"dist_ckpt_workers": 2})
+    assert names_under(tmp_path) == set()
+
+
+def test_config_and_settings_together(tmp_path: Path) -> None:
+    config = CheckpointConfig(dist_ckpt_workers=2, ckpt_checksum="none")
+    with StorageWriter(tmp_path / "a", config, dist_ckpt_workers=3) as writer:
+        state_dict_saver.save({str(i): torch.zeros(5 << 20) for i in range(3)}, storage_writer=writer)
+    assert len(manifest_of(tmp_path / "a")["files"]) == 3
+    assert manifest_of(tmp_path / "a")["checksums"] == [[], [], []]
+
+
+def test_over_a_checkpoint_of_stock_torch_and_back(tmp_path: Path, writer: StorageWriter) -> None:
+    path = tmp_path / "a"
+    for number in range(4):
+        state = {**STATE, "number": number, f"only {number}": torch.full((5,), number)}
+        stock = FileSystemWriter(path, overwrite=True) if number % 2 == 0 else None
+        with pytest.MonkeyPatch.context() as patch:
+            if stock is not None:
+                # It says on every overwrite that it overwrites.
+                patch.setattr("warnings.warn", lambda *args, **kwargs: None)
+            state_dict_saver.save(state, checkpoint_id=path, storage_writer=stock or writer)
+        assert_every_reader_finds(state, path)
+        if stock is None:
+            # Nothing of the other tool's checkpoint is left.
+            assert {name for name in os.listdir(path) if ".distcp" in name} == set(manifest_of(path)["files"])
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    [file] = path.glob(".distckpt/*/rank-00000.json")
+    manifest = json.loads(file.read_bytes())
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def place_of(path: Path, fqn: str) -> _StorageInfo:
+    [info] = [
+        info
+        for index, info in FileSystemReader(path).read_metadata().storage_data.items()
+        if index.fqn == fqn
+    ]
+    assert isinstance(info, _StorageInfo)
+    return info
+
+
+def flip(path: Path, info: _StorageInfo) -> None:
+    """Change one bit in the middle of an item, which is payload."""
+    with (path / info.relative_path).open("r+b") as file:
+        file.seek(info.offset + info.length // 2)
+        [byte] = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+
+
+def damage_found(reader: StorageReader) -> IntegrityError:
+    with pytest.raises(CheckpointException) as caught:
+        read(reader)
+    failure = failure_of(caught.value)
+    assert isinstance(failure, IntegrityError)
+    return failure
+
+
+@pytest.fixture(params=[1, 2], ids=["1-worker", "2-workers"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    with StorageWriter(dist_ckpt_workers=request.param) as writer:
+        save(STATE, tmp_path / "a", writer, is_async=request.param == 2)
+    return tmp_path / "a"
+
+
+@pytest.mark.parametrize("fqn", ["a", "b.c", "b.large", "o"])
+def test_a_flipped_bit(checkpoint: Path, fqn: str) -> None:
+    info = place_of(checkpoint, fqn)
+    flip(checkpoint, info)
+    failure = damage_found(StorageReader(checkpoint))
+    assert (failure.file, failure.item) == (info.relative_path, fqn)
+    assert failure.expected != failure.found
+    assert info.relative_path in str(failure)
+    assert repr(fqn) in str(failure)
+    # The items beside it are none the worse.
+    target = {"b": {"c": torch.zeros(7, dtype=torch.int16)}} if fqn == "a" else {"a": torch.zeros(30, 100)}
+    state_dict_loader.load(target, storage_reader=StorageReader(checkpoint))
+    flip(checkpoint, info)
+    assert_same(read_with_distckpt(checkpoint), STATE)
+
+
+def test_a_flipped_bit_without_verification(checkpoint: Path) -> None:
+    flip(checkpoint, place_of(checkpoint, "a"))
+    found = read(StorageReader(checkpoint, verify=False))
+    assert int((found["a"] != STATE["a"]).sum()) == 1
+
+
+@pytest.mark.parametrize("how", ["to half", "to nothing", "removed"])
+def test_a_file_that_is_not_whole(checkpoint: Path, how: str) -> None:
+    info = place_of(checkpoint, "b.large")
+    file = checkpoint / info.relative_path
+    if how == "removed":
+        file.unlink()
+    else:
+        os.truncate(file, info.offset + info.length // 2 if how == "to half" else 0)
+    failure = damage_found(StorageReader(checkpoint))
+    assert failure.file == info.relative_path
+    if how == "to half":
+        assert (failure.item, failure.expected) == ("b.large", info.length)
+        assert failure.found == info.length // 2
+
+
+def test_without_checksums(tmp_path: Path) -> None:
+    with StorageWriter(ckpt_checksum="none") as writer:
+        save(STATE, tmp_path / "a", writer, is_async=False)
+    assert manifest_of(tmp_path / "a")["checksums"] == [[]] * 4
+    assert_every_reader_finds(STATE, tmp_path / "a")
+    info = place_of(tmp_path / "a", "b.large")
+    os.truncate(tmp_path / "a" / info.relative_path, info.offset + info.length - 1)
+    # The sizes are recorded all the same.
+    assert damage_found(StorageReader(tmp_path / "a")).item == "b.large"
+
+
+def test_without_the_commit_record(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    [record] = checkpoint.glob(".distckpt/commit-*.json")
+    record.unlink()
+    with caplog.at_level(logging.WARNING, "distckpt"):
+        assert_same(read_with_distckpt(checkpoint), STATE)
+    [message] = [entry.getMessage() for entry in caplog.records if entry.name.startswith("distckpt")]
+    assert str(checkpoint) in message
+    assert "without verification" in message
+
+
+@pytest.mark.parametrize("how", ["changed", "cut", "removed"])
+def test_a_damaged_manifest(checkpoint: Path, how: str) -> None:
+    reader = StorageReader(checkpoint)
+    [file] = checkpoint.glob(".distckpt/*/rank-00000.json")
+    content = file.read_bytes()
+    if how == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(content.replace(b'"rank":0', b'"rank":1') if how == "changed" else content[:-9])
+    failure = damage_found(reader)
+    assert failure.file == str(file.relative_to(checkpoint))
+    # Whoever wants it all the same can have it.
+    assert_same(read(StorageReader(checkpoint, verify=False)), STATE)
+    # The same reader sees that it was mended.
+    file.write_bytes(content)
+    assert_same(read(reader), STATE)
+
+
+def test_a_damaged_commit_record(checkpoint: Path) -> None:
+    [file] = checkpoint.glob(".distckpt/commit-*.json")
+    for content in (b"", b"{}", b"[]", b"\0", b'{"version": 1}'):
+        file.write_bytes(content)
+        assert damage_found(StorageReader(checkpoint)).file == str(file.relative_to(checkpoint))
+
+
+def test_damaged_metadata(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its digest is the name of the record, so that it counts as another tool's, which it then is not."""
+    content = (checkpoint / ".metadata").read_bytes()
+    (checkpoint / ".metadata").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointException, match=r"\.metadata cannot be read"):
+        read(StorageReader(checkpoint))
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointException, match="holds no complete checkpoint"):
+            read(StorageReader(path))
