@@ -248,7 +248,13 @@ class WorkerLanes:
         return [worker.pid for worker in self._workers]
 
     def start(self) -> None:
-        """See `Lanes.start`."""
+        """See `Lanes.start`.
+
+        Raises:
+            WriteError: A worker cannot start, or the lanes are closed.
+        """
+        if not self._finalizer.alive:
+            raise WriteError("the writer is closed")
         self._lost = [worker for worker in self._lost if worker.process.poll() is None]
         for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
             self._forget(worker)

@@ -24,7 +24,7 @@ import signal
 import socket
 import struct
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import crc32c
@@ -267,7 +267,8 @@ class Channel:
 
 def to_message(value: Task | Ack) -> dict[str, Any]:
     """Return `value` as plain JSON values."""
-    return asdict(value)
+    # Not dataclasses.asdict, which copies every number of a long list.
+    return vars(value).copy()
 
 
 def task_from(message: dict[str, Any]) -> Task:

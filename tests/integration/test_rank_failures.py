@@ -224,9 +224,6 @@ def test_failure_of_one_rank(
     assert files_of(path) == named_by(path, ".metadata")
 
 
-# Errors of ours
-
-
 def raise_every_error(path: str) -> list[list[Any]]:
     """Rank function: rank 1 raises one error of each class; what this rank is told of each."""
     told = []
@@ -259,8 +256,6 @@ def test_every_error_reaches_every_rank_with_its_attributes(ranks: Ranks, tmp_pa
         expected.append([1, name, f"text of {name}", values])
     assert told == [expected, expected]
 
-
-# Nonsense instead of a directory
 
 NONSENSE: list[Any] = [
     17,
@@ -318,9 +313,6 @@ def test_budget_too_small_on_one_rank(ranks: Ranks, tmp_path: Path, mode: str) -
         assert "--ckpt-host-memory" in failures["1"]
         assert at_once
         assert found == []
-
-
-# Saves in flight
 
 
 class GatedPlanner(DefaultSavePlanner):
@@ -396,9 +388,6 @@ def save_with_one_planner(root: str) -> list[str]:
 
 def test_a_planner_that_is_kept_does_not_keep_the_memory(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, save_with_one_planner, root=str(tmp_path)) == [[], []]
-
-
-# Ranks that die
 
 
 def killed_while_overwriting(path: str, victim: int, event: str, mode: str, workers: int) -> list[Any]:

@@ -96,9 +96,6 @@ class RecordingWriter(StorageWriter):
         return future
 
 
-# World sizes and layouts
-
-
 def _seed(workers: int, mode: str) -> int:
     return 10 * workers + MODES.index(mode)
 
@@ -178,9 +175,6 @@ def test_fsdp_model_and_optimizer_load_at_another_world_size(
     for reader in READERS:
         found = ranks.run(loaded_by, training.load_and_describe, path=path, reader=reader, tensor_parallel=1)
         assert found == [expected[0]] * loaded_by
-
-
-# Who takes part
 
 
 def _group_state(group: distributed.ProcessGroup, seed: int | None) -> dict[str, Any]:
@@ -276,9 +270,6 @@ def test_no_dist(ranks: Ranks, tmp_path: Path) -> None:
         assert files_of(path) == {"__0_0.distcp", ".metadata"}
 
 
-# Without collectives
-
-
 def save_without_collectives(path: str, overwrites: list[tuple[int, str]]) -> None:
     """Rank function: write over `path` again and again, each time in another way."""
     for seed, (workers, mode) in enumerate(overwrites):
@@ -308,9 +299,6 @@ def test_a_rank_without_collectives_leaves_the_folder_of_another_alone(tmp_path:
     manifest = ManifestRef(".distckpt/def/rank-00000.json", "", {})
     publish(open_storage(tmp_path), b"metadata", save_id="def", manifests=[manifest], rank=0)
     assert folder.is_dir()
-
-
-# Cached plans
 
 
 def _step_state(step: int, *, zero: bool = False) -> dict[str, Any]:
@@ -370,9 +358,6 @@ def test_cached_plans_when_the_plan_of_one_rank_changes(
         assert ranks.run(2, load_steps, root=str(tmp_path), reader=reader) == [[], []]
 
 
-# Ranks with nothing to write
-
-
 def save_with_an_idle_rank(root: str) -> list[list[str]]:
     """Rank function: rank 0 has everything, then nobody anything."""
     written = []
@@ -417,9 +402,6 @@ def test_empty_plan_gives_no_results(tmp_path: Path, workers: int) -> None:
         assert writer.write_data(SavePlan([]), DefaultSavePlanner()).value() == []
         writer.finish(Metadata({}), [[], []])
     assert StorageReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata == {}
-
-
-# Plans made by hand
 
 
 class HandMadePlanner(DefaultSavePlanner):
@@ -548,9 +530,6 @@ def test_same_key_with_other_values_on_every_rank(
         assert len(found["per rank"]) == 3 * 7
 
 
-# Directories and files
-
-
 def make_deep_directories(root: str, rounds: int) -> None:
     """Rank function: all ranks make the same directories at the same time."""
     for number in range(rounds):
@@ -587,9 +566,6 @@ def test_overwriting_by_fewer_ranks_and_workers_leaves_nothing(ranks: Ranks, tmp
             2, states.load, reader="torch", without_distckpt=True, checkpoints={str(path): seed}
         )
         assert found == [[], []]
-
-
-# Both kinds of metadata in one directory
 
 
 def save_both_ways(path: str, seed: int) -> str:

@@ -1,7 +1,8 @@
 """torch.save's own bytes around each payload, so that stock PyTorch reads every item with torch.load.
 
 The bytes around a payload depend only on dtype, shape, strides and the torch version. They are taken from a
-real torch.save under `skip_data`, once for each kind of tensor (docs/adr/0009-torch-save-framing.md).
+real torch.save under `skip_data`, once for each kind of tensor; around a small payload, only the records that
+torch.load needs are kept (docs/adr/0009-torch-save-framing.md).
 
 Invariants:
     * Payloads start 64-byte aligned within their item (torch.save's own alignment).
@@ -13,17 +14,24 @@ from __future__ import annotations
 import functools
 import io
 import math
+import zipfile
 from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch.serialization import skip_data
 
-from distckpt.formats import Frame, contiguous_strides
+from distckpt.formats import SMALL_ALIGNMENT, Frame, contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TEMPLATES = 1 << 16
+_SMALL_BYTES = 64 << 10
+"""Below this the bytes of records that torch.load does not need are felt."""
+_RECORDS = ("version", "byteorder", "data.pkl")
+_LOCAL_HEADER_BYTES = 30
+_PADDING_FIELD = b"FB\x00\x00"
+"""Source: PKWARE APPNOTE 4.3.7 and 4.5.1; the kind is that of caffe2/serialize/inline_container.cc."""
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 """Their tensors cannot be made without scales, and so have no template."""
 
@@ -70,7 +78,30 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ..
     sink = _FramingSink()
     with skip_data():
         torch.save(example, cast("IO[bytes]", sink))
-    return sink.frame()
+    frame = sink.frame()
+    return _repack(frame, example.nbytes) if 0 < example.nbytes < _SMALL_BYTES else frame
+
+
+def _repack(frame: Frame, nbytes: int) -> Frame:
+    """Return the framing of a small payload with the records that torch.load needs, and no others."""
+    with zipfile.ZipFile(io.BytesIO(frame.prefix + bytes(nbytes) + frame.suffix)) as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        records = {name: archive.read(f"{root}/{name}") for name in _RECORDS}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+        for name, record in records.items():
+            archive.writestr(zipfile.ZipInfo(f"{root}/{name}"), record)
+        payload = zipfile.ZipInfo(f"{root}/data/0")
+        # An extra field of unknown kind is what torch.save pads with, too.
+        begin = packed.tell() + _LOCAL_HEADER_BYTES + len(payload.filename) + len(_PADDING_FIELD)
+        padding = -begin % SMALL_ALIGNMENT
+        payload.extra = _PADDING_FIELD[:2] + padding.to_bytes(2, "little") + bytes(padding)
+        archive.writestr(payload, bytes(nbytes))
+        # The directory at the end would repeat it.
+        payload.extra = b""
+    data = packed.getvalue()
+    begin += padding
+    return Frame(data[:begin], data[begin + nbytes :])
 
 
 class TorchDist:

@@ -1,0 +1,67 @@
+"""Whether chunks fill their tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distckpt.geometry import misfit
+
+Box = tuple[Sequence[int], Sequence[int]]
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[list[int], list[Box]]:
+    """Draw a shape and the boxes of a grid over it."""
+    cuts = [
+        draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+        for _ in range(draw(st.integers(1, 3)))
+    ]  # fmt: skip
+    boxes: list[tuple[list[int], list[int]]] = [([], [])]
+    for steps in cuts:
+        starts = [sum(steps[:at]) for at in range(len(steps))]
+        boxes = [
+            ([*offsets, start], [*sizes, step])
+            for offsets, sizes in boxes
+            for start, step in zip(starts, steps, strict=True)
+        ]
+    return [sum(steps) for steps in cuts], list(boxes)
+
+
+@given(grids())
+def test_a_grid_fits(grid: tuple[list[int], list[Box]]) -> None:
+    shape, boxes = grid
+    assert misfit(shape, boxes) is None
+
+
+@given(grids(), st.data())
+def test_a_grid_without_a_chunk_or_with_one_that_is_shifted_does_not_fit(
+    grid: tuple[list[int], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = grid
+    at = data.draw(st.integers(0, len(boxes) - 1))
+    assert "elements" in str(misfit(shape, boxes[:at] + boxes[at + 1 :]))
+    offsets, sizes = boxes[at]
+    shifted = ([shape[0] - sizes[0] + 1, *offsets[1:]], sizes)
+    assert "outside" in str(misfit(shape, [*boxes[:at], shifted, *boxes[at + 1 :]]))
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "fits"),
+    [
+        ((), [((), ())], True),
+        ((), [], False),
+        ((0,), [], True),
+        ((0,), [((0,), (0,))], True),
+        ((4, 0), [((0, 0), (4, 0)), ((4, 0), (0, 0))], True),
+        ((4,), [((0,), (4,)), ((4,), (0,))], True),
+        ((4,), [((-1,), (4,))], False),
+        ((4,), [((0,), (-4,))], False),
+        ((4,), [((0,), (4,)), ((0,), (4,))], False),
+    ],
+)
+def test_edges(size: tuple[int, ...], chunks: list[Box], fits: bool) -> None:
+    assert (misfit(size, chunks) is None) == fits
