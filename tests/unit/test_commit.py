@@ -136,8 +136,8 @@ def test_a_rank_that_publishes_alone_sweeps_what_is_its_own(storage: Storage, tm
     assert {name for name in names(tmp_path) if "/" not in name} == kept
     assert len(list((tmp_path / ".distckpt").glob("commit-*"))) == 3
     assert len(list((tmp_path / ".distckpt" / "0b").iterdir())) == 3
+    (tmp_path / METADATA).touch()
     with pytest.raises(CommitError, match="saved with collectives"):
-        (tmp_path / METADATA).touch()
         refuse_part(storage)
 
 
@@ -194,11 +194,10 @@ def test_an_error_of_any_call_leaves_old_or_new(tmp_path: Path, caplog: pytest.L
         faulty = FaultyStorage(plain, fail_at)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
+            failed = False
             try:
                 save(faulty, "0b")
-                failed = False
-            except WriteError as error:
-                assert error.errno == 28
+            except WriteError:
                 failed = True
         published = (root / METADATA).read_bytes()
         assert failed == (published == old), "success was reported and the old one stayed, or the reverse"

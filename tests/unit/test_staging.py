@@ -1,0 +1,314 @@
+"""Copies into the arena: every kind of tensor, any part of a file, and who holds what for how long."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import gc
+import io
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
+
+from distckpt.arena import PAGE_BYTES, Arena
+from distckpt.errors import StagingError
+from distckpt.formats import lay_out, open_format
+from distckpt.staging import CopyTicket, Stager, StagingFailure, _span, is_dense, is_raw, is_verbatim
+
+MIB = 1 << 20
+FORMAT = open_format("torch_dist")
+
+
+@pytest.fixture
+def stager() -> Iterator[Stager]:
+    arena = Arena(32 * MIB)
+    opened = Stager(arena, FORMAT, 5.0)
+    yield opened
+    opened.close()
+    arena.close()
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Draw a strided tensor: any order of dims, with holes, with overlaps, empty, 0-dim, conj or neg."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    dtype = draw(st.sampled_from([torch.uint8, torch.int32, torch.float64, torch.complex64, torch.bfloat16]))
+    base = torch.arange(1, 6 ** len(shape) + 1).to(dtype)
+    tensor = base[: torch.Size(shape).numel()].reshape(shape)
+    if shape:
+        tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+        kind = draw(st.sampled_from(["as it is", "every other", "offset", "expanded"]))
+        if kind == "every other":
+            tensor = tensor[..., ::2]
+        elif kind == "offset":
+            tensor = tensor[1:]
+        elif kind == "expanded":
+            tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
+    if dtype.is_complex and draw(st.booleans()):
+        tensor = draw(st.sampled_from([torch.conj(tensor), torch.conj(tensor).imag]))
+    return tensor
+
+
+def payload_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of `tensor` in contiguous order, by way of torch alone."""
+    plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return bytes(plain.untyped_storage())
+
+
+@given(tensors(), st.data())
+def test_any_span_of_any_tensor(tensor: torch.Tensor, data: st.DataObject) -> None:
+    payload = payload_of(tensor)
+    if not payload:
+        return
+    low = data.draw(st.integers(0, len(payload) - 1))
+    high = data.draw(st.integers(low + 1, len(payload)))
+    span = _span(tensor, low, high)
+    assert span.dtype == torch.uint8
+    assert bytes(span.tolist()) == payload[low:high]
+
+
+@given(tensors())
+def test_dense_is_without_holes_and_overlaps(tensor: torch.Tensor) -> None:
+    if tensor.numel() == 0:
+        return
+    places = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = (places.unsqueeze(-1) + torch.arange(size) * stride).flatten()
+    assert is_dense(tensor) == (sorted(places.tolist()) == list(range(tensor.numel())))
+    assert is_verbatim(tensor) == (is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg())
+
+
+def two_of(left: torch.Tensor, right: torch.Tensor) -> Any:
+    """Return a wrapper subclass around two tensors."""
+    make: Any = TwoTensor
+    return make(left, right)
+
+
+class OddTensor(torch.Tensor):
+    """A subclass that is plain memory all the same."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_plain_memory_is_told_from_the_rest() -> None:
+    dense = torch.ones(4, 4)
+    plain = [
+        dense,
+        torch.nn.Parameter(dense),
+        dense.t(),
+        dense[:0],
+        dense.as_subclass(OddTensor),
+        dense.conj(),
+    ]
+    other = [
+        dense.to_sparse(),
+        torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+        torch.nested.nested_tensor([dense]),
+        two_of(dense, dense),
+    ]
+    assert [is_raw(tensor) for tensor in plain] == [True] * len(plain)
+    assert [is_raw(tensor) for tensor in other] == [False] * len(other)
+
+
+@given(st.lists(tensors(), min_size=1, max_size=6), st.data())
+def test_any_part_of_a_file_is_what_the_whole_has_there(
+    parts: list[torch.Tensor], data: st.DataObject
+) -> None:
+    arena = Arena(4 * MIB)
+    stager = Stager(arena, FORMAT, 5.0)
+    try:
+        items = [stager.item(part) for part in parts]
+        layout = lay_out([item.size for item in items])
+        whole = bytearray(layout.nbytes)
+        for part, item, offset in zip(parts, items, layout.offsets, strict=True):
+            stored = part.resolve_conj().resolve_neg() if not item.verbatim else part
+            payload = payload_of(stored) if not item.verbatim else bytes(_span_of_memory(part))
+            framed = item.frame.prefix + payload + item.frame.suffix
+            whole[offset : offset + item.size] = framed
+            loaded = torch.load(io.BytesIO(framed), weights_only=True)
+            assert torch.equal(loaded, part)
+        low = data.draw(st.integers(0, layout.nbytes // PAGE_BYTES)) * PAGE_BYTES
+        high = data.draw(st.integers(low, layout.nbytes))
+        target = arena.try_reserve(high - low + 2 * PAGE_BYTES)
+        assert target is not None
+        address = arena.address(target)
+        ctypes.memset(address, 0xAA, target.nbytes)
+        inner = target._replace(offset=target.offset + PAGE_BYTES, nbytes=high - low)
+        assert stager.fill(items, layout.offsets, low, high, inner).done()
+        assert ctypes.string_at(address + PAGE_BYTES, high - low) == bytes(whole[low:high])
+        # Not a byte before it or after it.
+        assert ctypes.string_at(address, PAGE_BYTES) == b"\xaa" * PAGE_BYTES
+        assert ctypes.string_at(address + PAGE_BYTES + high - low, 64) == b"\xaa" * 64
+    finally:
+        arena.close()
+
+
+def _span_of_memory(tensor: torch.Tensor) -> list[int]:
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    return list(tensor.untyped_storage()[start : start + tensor.numel() * size])
+
+
+def test_what_was_filled_is_let_go(stager: Stager) -> None:
+    tensor = torch.arange(1000)
+    item = stager.item(tensor)
+    target = stager._arena.try_reserve(item.size)
+    assert target is not None
+    gone = weakref.ref(tensor)
+    del tensor
+    stager.fill([item], [0], 0, item.size, target)
+    assert item.tensor is None
+    assert gone() is None
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: object
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.values = [1, 2]
+
+
+def state() -> dict[str, Any]:
+    shared = torch.arange(4.0)
+    return {
+        "plain": shared,
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "nested": {"list": [torch.zeros(2), {"deep": torch.ones(1)}], "tuple": (torch.ones(2), 5)},
+        "named": Pair(torch.ones(2), "right"),
+        "ordered": collections.OrderedDict(a=torch.ones(2)),
+        "thing": Thing(),
+        "numbers": [1, 2.5, None, True, "text", b"bytes"],
+        "view": shared[1:],
+        "transposed": torch.arange(6).reshape(2, 3).t(),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 5),
+        "wrapper": two_of(torch.ones(2), torch.zeros(2)),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+
+
+def test_a_staged_state_is_a_copy_of_the_same_structure(stager: Stager) -> None:
+    original = state()
+    staged, ticket = stager.stage(original)
+    assert ticket.done()
+    for value in (
+        original["plain"],
+        original["nested"]["list"][0],
+        original["named"].left,
+        original["scalar"],
+    ):
+        value.fill_(99)
+    original["parameter"].data.fill_(99)
+    original["wrapper"].a.fill_(99)
+    original["thing"].values.append(99)
+    original["numbers"].append(99)
+    expected = state()
+    assert torch.equal(staged["plain"], expected["plain"])
+    assert torch.equal(staged["view"], expected["view"])
+    assert torch.equal(staged["parameter"], torch.ones(3))
+    assert type(staged["parameter"]) is torch.nn.Parameter
+    assert torch.equal(staged["nested"]["list"][0], torch.zeros(2))
+    assert torch.equal(staged["nested"]["list"][1]["deep"], torch.ones(1))
+    assert type(staged["nested"]["tuple"]) is tuple
+    assert type(staged["named"]) is Pair
+    assert torch.equal(staged["named"].left, torch.ones(2))
+    assert type(staged["ordered"]) is collections.OrderedDict
+    assert staged["thing"].values == [1, 2]
+    assert staged["numbers"] == expected["numbers"]
+    assert torch.equal(staged["transposed"], expected["transposed"])
+    assert staged["scalar"] == 3
+    assert staged["empty"].shape == (0, 5)
+    assert type(staged["wrapper"]) is TwoTensor
+    assert torch.equal(staged["wrapper"].a, torch.ones(2))
+    assert torch.equal(staged["sparse"].to_dense(), torch.eye(3))
+
+
+def test_staged_items_are_found_where_they_were_staged(stager: Stager) -> None:
+    tensors = {f"weight{number}": torch.full((number,), number) for number in range(1, 50)}
+    staged, _ = stager.stage(tensors)
+    for name, tensor in tensors.items():
+        item = stager.item(staged[name])
+        assert item.home is not None
+        slab, offset = item.home
+        data = ctypes.string_at(stager._arena.slabs[slab].address + offset, item.size)
+        assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), tensor)
+    # A part of it, or another view of it, is another item.
+    assert stager.item(staged["weight9"][1:]).home is None
+    assert stager.item(staged["weight9"][:5]).home is None
+    assert stager.item(staged["weight8"].view(2, 4)).home is None
+    assert stager.item(torch.ones(3)).home is None
+
+
+def test_the_memory_goes_with_the_last_staged_tensor(stager: Stager) -> None:
+    arena = stager._arena
+    staged, ticket = stager.stage({"a": torch.ones(1000), "b": torch.ones(1000)})
+    arena._take_back()
+    free = arena._left()
+    last = staged["b"]
+    gc.disable()
+    try:
+        del staged, ticket
+        arena._take_back()
+        assert arena._left() == free
+        assert torch.equal(last, torch.ones(1000))
+        del last
+        arena._take_back()
+        assert arena._left() == arena.budget_bytes
+    finally:
+        gc.enable()
+
+
+def test_staged_tensors_outlive_the_arena() -> None:
+    arena = Arena(32 * MIB)
+    stager = Stager(arena, FORMAT, 5.0)
+    staged, _ = stager.stage({"a": torch.arange(1000)})
+    stager.close()
+    arena.close()
+    assert torch.equal(staged["a"], torch.arange(1000))
+
+
+def test_what_cannot_be_staged_is_named(stager: Stager) -> None:
+    with pytest.raises(StagingError, match=r"cannot copy nested\.0 \(lock\)"):
+        stager.stage({"nested": [threading.Lock()]})
+    with pytest.raises(StagingError, match=r"weight is on the meta device"):
+        stager.stage({"weight": torch.ones(3, device="meta")})
+    with pytest.raises(StagingError, match="meta device"):
+        stager.item(torch.ones(3, device="meta"))
+    with pytest.raises(StagingError, match=r"--ckpt-host-memory, or save with dcp\.save"):
+        stager.stage({"weight": torch.ones(32 * MIB)})
+    stager._arena._take_back()
+    assert stager._arena._left() == stager._arena.budget_bytes
+
+
+def test_a_staging_failure_raises_where_the_plan_is_made() -> None:
+    raised: list[bool] = []
+    error = StagingError("it does not fit")
+    failure = StagingFailure(error, lambda: raised.append(True))
+    with pytest.raises(StagingError, match="it does not fit"):
+        failure.__create_write_items__("fqn", failure)
+    assert raised == [True]
+
+
+def test_a_ticket_is_done_when_every_device_has_said_so() -> None:
+    words = [ctypes.c_int64(0), ctypes.c_int64(1)]
+    kept = [torch.ones(1)]
+    given_back: list[ctypes.c_int64] = []
+    event: Any = None
+    ticket = CopyTicket([(word, event) for word in words], kept, given_back.extend)
+    assert not ticket.done()
+    assert kept
+    threading.Timer(0.05, setattr, (words[0], "value", 1)).start()
+    ticket.wait(5)
+    assert ticket.done()
+    assert not kept
+    assert given_back == words
