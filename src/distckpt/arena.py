@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 SLAB_BYTES = 1 << 30
+_WINDOW_STEP_BYTES = 4 << 20
 _RETRY_S = 0.01
 _CALL_S = 10.0
 _GIB = 1 << 30
@@ -163,6 +164,13 @@ class Arena:
         self._closed = False
 
     @property
+    def window_bytes(self) -> int:
+        """The largest range that a planned save takes at once: a sixteenth of the budget, 4 to 32 MiB."""
+        return max(
+            _WINDOW_STEP_BYTES, min(8, self.budget_bytes // 16 // _WINDOW_STEP_BYTES) * _WINDOW_STEP_BYTES
+        )
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of host memory that the slabs hold now."""
         return sum(slab.nbytes for slab in self.slabs.values())
@@ -176,7 +184,9 @@ class Arena:
         Raises:
             StagingError: The machine or the control group leaves less than the slabs lack.
         """
-        self._check_available(nbytes - self.reserved_bytes)
+        with self._lock:
+            reserved_bytes = self.reserved_bytes
+        self._check_available(nbytes - reserved_bytes)
 
     def try_reserve(self, nbytes: int, want_bytes: int = 0, spare_bytes: int = 0) -> Range | None:
         """Return a page-aligned range of `nbytes`, or None while others hold the memory that it needs.

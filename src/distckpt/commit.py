@@ -34,7 +34,7 @@ FOLDER = ".distckpt/"
 _OWNER = FOLDER + "owner"
 _VERSION = 1
 _IMAGE = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
-_METADATA = re.compile(r"(?:__(\d+))?\.metadata(\.\d+\.tmp)?")
+_METADATA = re.compile(r"(?:__(\d+))?\.metadata(\.[0-9a-f]+\.tmp)?")
 
 
 @dataclass
@@ -152,16 +152,18 @@ def publish(
         **(details or {}),
     }
     storage.put(_record_name(metadata), json.dumps(record, separators=(",", ":")).encode())
+    # Looked for before the last check: what a save that claims the directory later writes is not among it.
+    stale = _stale(storage, metadata, manifests, rank)
     _check_owner(storage, save_id, rank)
     storage.put(str(record["metadata"]), metadata)
-    _sweep(storage, metadata, manifests, rank)
+    _sweep(storage, stale)
 
 
 def _check_owner(storage: Storage, save_id: str, rank: int | None) -> None:
     if rank is not None:
         return
     owner = storage.read(_OWNER)
-    if owner is None or json.loads(owner)["save_id"] != save_id:
+    if owner is None or f'"save_id": "{save_id}"'.encode() not in owner:
         who = "nobody" if owner is None else owner.decode(errors="replace")
         raise CommitError(
             f"not published: {storage.url} was claimed by another save while this one ({save_id}) ran: {who}"
@@ -192,21 +194,22 @@ def _record_name(metadata: bytes) -> str:
     return f"{FOLDER}commit-{hashlib.sha256(metadata).hexdigest()}.json"
 
 
-def _sweep(storage: Storage, metadata: bytes, manifests: Sequence[ManifestRef], rank: int | None) -> None:
-    """Remove what earlier saves left; a failure costs disk space and is said, the checkpoint is committed."""
-    try:
-        keep = {name for ref in manifests for name in ref.files} | {_metadata_name(rank)}
-        for name in storage.list():
-            ours = _IMAGE.fullmatch(name) or _METADATA.fullmatch(name)
-            if ours is not None and name not in keep and (rank is None or ours[1] == str(rank)):
-                storage.delete(name)
-        folders = {ref.name.rpartition("/")[0] + "/" for ref in manifests}
-        _sweep_records(storage, {_record_name(metadata), _OWNER}, folders, rank)
-    except WriteError as error:
-        _LOG.warning("%s is committed; what earlier saves left there stays: %s", storage.url, error)
+def _stale(
+    storage: Storage, metadata: bytes, manifests: Sequence[ManifestRef], rank: int | None
+) -> list[str]:
+    """Return what earlier saves left, in an order in which it can be removed."""
+    keep = {name for ref in manifests for name in ref.files} | {_metadata_name(rank)}
+    stale = []
+    for name in storage.list():
+        ours = _IMAGE.fullmatch(name) or _METADATA.fullmatch(name)
+        if ours is not None and name not in keep and (rank is None or ours[1] == str(rank)):
+            stale.append(name)
+    folders = {ref.name.rpartition("/")[0] + "/" for ref in manifests}
+    return stale + _stale_records(storage, {_record_name(metadata), _OWNER}, folders, rank)
 
 
-def _sweep_records(storage: Storage, keep: set[str], keep_folders: set[str], rank: int | None) -> None:
+def _stale_records(storage: Storage, keep: set[str], keep_folders: set[str], rank: int | None) -> list[str]:
+    stale = []
     for entry in storage.list(FOLDER):
         name = FOLDER + entry
         if name in keep or name in keep_folders:
@@ -214,13 +217,22 @@ def _sweep_records(storage: Storage, keep: set[str], keep_folders: set[str], ran
         if entry.endswith("/"):
             manifests = storage.list(name)
             ours = [inner for inner in manifests if rank is None or inner.startswith(f"rank-{rank:05}.")]
-            for inner in ours:
-                storage.delete(name + inner)
+            stale += [name + inner for inner in ours]
             # An empty folder may be one that another rank has just made.
             if len(ours) == len(manifests) and (ours or rank is None):
-                storage.delete(name)
+                stale.append(name)
         elif rank is None or _belongs_to(storage, name, rank):
+            stale.append(name)
+    return stale
+
+
+def _sweep(storage: Storage, names: Sequence[str]) -> None:
+    """Remove `names`; a failure costs disk space and is said, the checkpoint is committed."""
+    try:
+        for name in names:
             storage.delete(name)
+    except WriteError as error:
+        _LOG.warning("%s is committed; what earlier saves left there stays: %s", storage.url, error)
 
 
 def _belongs_to(storage: Storage, name: str, rank: int) -> bool:

@@ -391,9 +391,12 @@ def warn_async_workers(workers: int, *, stacklevel: int) -> None:
 
 
 def local_ranks() -> int:
-    """Return the number of ranks that torchrun started on this machine; 1 without torchrun."""
-    value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(value) if value.isdecimal() and int(value) > 0 else 1
+    """Return the number of ranks that torchrun, mpirun or srun started on this machine; else 1."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+    return 1
 
 
 def _cores() -> int:

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from distckpt.storage import Storage
 
 _LOG = logging.getLogger(__name__)
-_RANGE_BYTES = 32 << 20
 _MAX_PIECES = 4096
 _WAIT_FOR_COPY_S = 0.0005
 _WAIT_FOR_LANE_S = 0.2
 _ABORT_S = 5.0
+_COLLECT_S = 1.0
 
 
 @contextlib.contextmanager
@@ -145,7 +145,8 @@ class Engine:
         self._sequence = 0
         per_lane = arena.budget_bytes // (lanes.count * (lanes.depth + 1))
         self.range_bytes = max(
-            CHECKSUM_BLOCK_BYTES, min(_RANGE_BYTES, per_lane // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES)
+            CHECKSUM_BLOCK_BYTES,
+            min(arena.window_bytes, per_lane // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES),
         )
 
     @classmethod
@@ -313,7 +314,7 @@ class _Run:
         self._filled: list[deque[_Work]] = [deque() for _ in files]
         self._in_flight: dict[int, _Work] = {}
         self._busy = [0] * len(files)
-        self._has_collected = False
+        self._collect_at = 0.0
         self._want_bytes = min(
             sum(file.nbytes for file in files),
             engine.range_bytes * (self._lanes.depth + 1) * max(1, len(files)),
@@ -368,8 +369,9 @@ class _Run:
                 if not work.pieces and work.high > work.low:
                     work.range = self._arena.try_reserve(work.high - work.low, self._want_bytes)
                     if work.range is None:
-                        if not self._has_collected and not self._in_flight and not any(self._filled):
-                            self._has_collected = True
+                        if not self._in_flight and time.monotonic() > self._collect_at:
+                            # Again and again: the save that holds the memory may end meanwhile.
+                            self._collect_at = time.monotonic() + _COLLECT_S
                             self._stager.collect()
                         return acted
                     file = work.file

@@ -319,9 +319,10 @@ class WorkerLanes:
         for worker in self._workers:
             try:
                 worker.send("abort", {"save_id": save_id}, timeout_s=timeout_s)
-                waiting[worker.lane] = worker
             except WriteError:
                 worker.process.kill()
+            # Also one that cannot be told: it is seen to its end below.
+            waiting[worker.lane] = worker
         deadline = time.monotonic() + timeout_s
         while waiting and time.monotonic() < deadline:
             acks, ended = self._collect(min(0.1, timeout_s))

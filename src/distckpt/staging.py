@@ -10,7 +10,7 @@ Invariants:
     * References to CUDA tensors are held until the copy has ended, then dropped.
     * Only plain memory is copied raw: wrapper subclasses and unusual layouts are left to torch.save.
 
-Threads: `fill` and `stage` are called by one thread at a time (the engine's lock); `CopyTicket` by any.
+Threads: `fill` is called by one thread at a time (the engine's lock), `stage` and `CopyTicket` by any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 _LOG = logging.getLogger(__name__)
-_SPARE_BYTES = 32 << 20
+_PIECE_BYTES = 32 << 20
+_SETTLE_S = 5.0
+_LOST_SLABS: list[Slab] = []
+"""Slabs to which a copy that nobody waits for any more may write: mapped until the process ends."""
 _BLOCK_BYTES = 256 << 20
 """Small items share reservations of about this size; a larger item has one of its own."""
 _MEMMOVE_BYTES = 1 << 20
@@ -158,6 +161,17 @@ def is_verbatim(tensor: torch.Tensor) -> bool:
     return is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
+def _check_memory(tensor: torch.Tensor, nbytes: int, verbatim: bool) -> None:
+    """Refuse a tensor whose storage was freed under it, as FSDP frees unsharded parameters.
+
+    Raises:
+        StagingError: Its storage holds less than it claims.
+    """
+    held = tensor.untyped_storage().nbytes()
+    if nbytes and held < (nbytes if verbatim else 1):
+        raise StagingError(f"the tensor claims {nbytes} bytes and its storage holds {held}: it was freed")
+
+
 class StagingFailure:
     """Stands in a staged state for the error that kept the state from being staged.
 
@@ -186,6 +200,7 @@ class CopyTicket:
         words: For each device, the word that its stream sets to 1 after its last copy.
         keep: Tensors that the copies read.
         give_back: Called with `words` once the copies have ended.
+        memory: What keeps `words` mapped.
     """
 
     def __init__(
@@ -193,10 +208,14 @@ class CopyTicket:
         words: list[tuple[ctypes.c_int64, torch.cuda.Event]],
         keep: list[torch.Tensor],
         give_back: Callable[[list[ctypes.c_int64]], None],
+        memory: object = None,
     ) -> None:
         self._words = words
         self._keep = keep
         self._give_back = give_back
+        self._memory = memory
+        self.on_loss: Callable[[], object] = lambda: None
+        """Called if the wait for the copies is given up: they may still write where they go."""
 
     def done(self) -> bool:
         """Say whether every copy has ended; if so, the tensors that were copied are let go."""
@@ -218,6 +237,7 @@ class CopyTicket:
         pause = threading.Event()
         while not self.done():
             if time.monotonic() > deadline:
+                self.on_loss()
                 self.check()
                 raise StagingError(f"the copy off the device has not ended within {timeout_s:.0f} s")
             pause.wait(_POLL_S)
@@ -274,23 +294,32 @@ class Lease:
     """Arena memory under staged tensors; given back when the last of them is gone.
 
     Args:
-        arena: Where `ranges` are from.
-        ranges: The memory.
+        arena: Where the memory is from.
         use: Who works on the tensors.
     """
 
-    def __init__(self, arena: Arena, ranges: list[Range], use: StagedUse) -> None:
+    def __init__(self, arena: Arena, use: StagedUse) -> None:
         self._arena = arena
-        self._ranges = ranges
+        self._ranges: list[Range] = []
         self.use = use
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         # An arena may be closed while staged tensors are alive: they keep their slabs mapped.
-        self._slabs = [arena.slabs[taken.slab] for taken in ranges]
+        self._slabs: list[Slab] = []
         self.items: dict[int, tuple[torch.dtype, torch.Size, tuple[int, ...], Frame, int, int]] = {}
+
+    def add(self, taken: Range) -> None:
+        """Take charge of `taken`."""
+        self._ranges.append(taken)
+        self._slabs.append(self._arena.slabs[taken.slab])
+
+    def quarantine(self) -> None:
+        """Never give the memory back: a copy off the device may still write to it."""
+        _LOST_SLABS.extend(self._slabs)
+        self._ranges.clear()
 
     def revoke(self) -> None:
         """Take the memory from the tensors that are still alive; they are empty afterwards."""
-        nothing = torch.empty(0, dtype=torch.uint8).untyped_storage()
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
         with torch.no_grad():
             for reference in self.tensors:
                 tensor = reference()
@@ -314,7 +343,7 @@ class Stager:
     def __init__(self, arena: Arena, file_format: Format, timeout_s: float) -> None:
         self._arena = arena
         # A save that was staged still needs memory for what is no tensor, or it would wait for its own end.
-        self._spare_bytes = min(_SPARE_BYTES, arena.budget_bytes // 16)
+        self._spare_bytes = arena.window_bytes
         self._frame = file_format.frame
         self._timeout_s = timeout_s
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -322,6 +351,7 @@ class Stager:
         self._words: deque[ctypes.c_int64] = deque()
         self._word_home: Range | None = None
         self._word_lock = threading.Lock()
+        self._lease_lock = threading.Lock()
         self._pinned: set[int] = set()
         self._pin_warned = False
 
@@ -349,7 +379,7 @@ class Stager:
             data: Tensor for which `is_raw` holds, of any device and strides.
 
         Raises:
-            StagingError: It is on the meta device.
+            StagingError: It has no values: it is on the meta device, or its storage was freed.
         """
         if data.is_meta:
             raise StagingError("a tensor is on the meta device and has no values to save")
@@ -357,13 +387,15 @@ class Stager:
             data = data.detach()
         nbytes = data.nbytes
         verbatim = is_verbatim(data)
+        _check_memory(data, nbytes, verbatim)
         strides = data.stride() if verbatim else contiguous_strides(data.shape)
         if self._leases and nbytes and verbatim and data.is_cpu:
             address = data.data_ptr()
-            for lease in list(self._leases):
+            for lease in self._live_leases():
                 found = lease.items.get(address)
                 if found is not None and found[:3] == (data.dtype, data.shape, strides):
-                    return Item(found[3], data, nbytes, True, (found[4], found[5]))
+                    # Detached: an owner of the memory that no revocation reaches.
+                    return Item(found[3], data.detach(), nbytes, True, (found[4], found[5]))
         return Item(self._frame(data.dtype, data.shape, strides), data, nbytes, verbatim)
 
     def begin(self, devices: set[torch.device]) -> None:
@@ -380,6 +412,8 @@ class Stager:
     ) -> CopyTicket:
         """Materialise bytes [low, high) of a file image at the start of `target`, without blocking on CUDA.
 
+        If it fails, it gives `target` back as soon as no copy can write to it.
+
         Args:
             items: The file's items, none of them staged.
             offsets: Where they begin, in bytes from the start of the file, ascending.
@@ -390,9 +424,26 @@ class Stager:
         Returns:
             A ticket; the bytes are there once it is done.
         """
+        copies = _Copies(self)
+        try:
+            self._fill(items, offsets, low, high, target, copies)
+            return copies.end()
+        except BaseException:
+            if copies.settle():
+                self._arena.release(target)
+            raise
+
+    def _fill(
+        self,
+        items: Sequence[Item],
+        offsets: Sequence[int],
+        low: int,
+        high: int,
+        target: Range,
+        copies: _Copies,
+    ) -> None:
         address = self._arena.address(target) - low
         position = low
-        copies = _Copies(self)
         small = _SmallRun(address)
         for index in range(max(0, bisect.bisect_right(offsets, low) - 1), len(items)):
             start = offsets[index]
@@ -427,7 +478,6 @@ class Stager:
         small.end()
         if position < high:
             ctypes.memset(address + position, 0, high - position)
-        return copies.end()
 
     def stage(
         self, state: Mapping[str, Any], use: StagedUse | None = None
@@ -458,26 +508,38 @@ class Stager:
                 f"{left / 2**30:.2f} GiB: raise --ckpt-host-memory, or save with dcp.save"
             )
         self._arena.check(total)
+        lease = Lease(self._arena, use or StagedUse())
         ranges: list[Range] = []
-        try:
-            for _, _, nbytes in blocks:
-                ranges.append(self._reserve(nbytes, total))
-        except StagingError:
-            for taken in ranges:
-                self._arena.release(taken)
-            raise
-        lease = Lease(self._arena, ranges, use or StagedUse())
-        self.begin({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
+        for _, _, nbytes in blocks:
+            ranges.append(self._reserve(nbytes, total))
+            lease.add(ranges[-1])
         copies = _Copies(self)
-        for (first, offsets, nbytes), taken in zip(blocks, ranges, strict=True):
-            self._fill_block(slots[first : first + len(offsets)], offsets, nbytes, taken, lease, copies)
-        self._leases.add(lease)
-        ticket = copies.end(caller_waits=True)
-        lease.tensors = [weakref.ref(slot.staged) for slot in slots]
-        staged = build()
+        try:
+            # Not inference tensors, whoever calls: those could not be revoked.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self.begin({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
+                for (first, offsets, nbytes), taken in zip(blocks, ranges, strict=True):
+                    self._fill_block(
+                        slots[first : first + len(offsets)], offsets, nbytes, taken, lease, copies
+                    )
+                ticket = copies.end(caller_waits=True)
+                lease.tensors = [weakref.ref(slot.staged) for slot in slots]
+                staged = build()
+        except BaseException:
+            if not copies.settle():
+                lease.quarantine()
+            raise
+        ticket.on_loss = lease.quarantine
+        with self._lease_lock:
+            self._leases.add(lease)
         for slot in slots:
             del slot.tensor, slot.staged
         return staged, ticket
+
+    def _live_leases(self) -> list[Lease]:
+        # Another thread may stage meanwhile, and a set that grows cannot be walked.
+        with self._lease_lock:
+            return list(self._leases)
 
     def _reserve(self, nbytes: int, want_bytes: int) -> Range:
         # Again and again: the save that holds the memory may end, or fail, while this one waits.
@@ -495,7 +557,7 @@ class Stager:
         A planner that is kept holds the state of its last save, and the error of a failed save, which may be
         kept too, holds the frames of its traceback.
         """
-        for lease in list(self._leases):
+        for lease in self._live_leases():
             if lease.use.is_over:
                 lease.revoke()
             # Local names would hold what has just been let go.
@@ -529,9 +591,9 @@ class Stager:
             ctypes.memmove(address + begin + payload_bytes, suffix, len(suffix))
             position = offset + slot.size
             dtype, shape = slot.tensor.dtype, slot.tensor.shape
-            slot.staged = torch.empty(0, dtype=dtype)
+            slot.staged = torch.empty(0, dtype=dtype, device="cpu")
             if payload_bytes == 0:
-                slot.staged = torch.empty_strided(shape, slot.strides, dtype=dtype)
+                slot.staged = torch.empty_strided(shape, slot.strides, dtype=dtype, device="cpu")
                 slot.finish()
                 continue
             raw = torch.frombuffer(memory, dtype=torch.uint8, count=payload_bytes, offset=begin)
@@ -556,11 +618,12 @@ class Stager:
             return lambda: value
         if isinstance(value, Mapping):
             parts = {key: self._prepare(entry, (*path, key), slots) for key, entry in value.items()}
-            if type(value) is dict or not isinstance(value, MutableMapping):
+            # A copy of any other mapping may share what it keeps its entries in with the trainer's.
+            if type(value) is dict or not isinstance(value, dict):
                 return lambda: {key: build() for key, build in parts.items()}
             shell = copy.copy(value)
 
-            def fill_shell() -> MutableMapping[Any, Any]:
+            def fill_shell() -> dict[Any, Any]:
                 for key, build in parts.items():
                     shell[key] = build()
                 return shell
@@ -593,6 +656,10 @@ class Stager:
                 name = ".".join(map(str, path))
                 raise StagingError(f"{name} is on the meta device and has no values to save")
             verbatim = is_verbatim(value)
+            try:
+                _check_memory(value, value.nbytes, verbatim)
+            except StagingError as error:
+                raise StagingError(f"{'.'.join(map(str, path))}: {error}") from None
             strides = value.stride() if verbatim else contiguous_strides(value.shape)
             frame = self._frame(value.dtype, value.shape, strides)
             slot = _Slot(value, strides, frame, verbatim)
@@ -641,16 +708,28 @@ class Stager:
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Two threads may come here at once: both use the stream of the first.
+            self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         return self._streams[device]
 
     def take_word(self) -> ctypes.c_int64:
-        """Return a word of pinned memory that is 0."""
+        """Return a word of pinned memory that is 0.
+
+        Raises:
+            StagingError: All words are in use.
+        """
         with self._word_lock:
             self._reserve_words()
-        word = self._words.popleft()
+            if not self._words:
+                raise StagingError(f"more than {_WORDS} groups of copies are under way")
+            word = self._words.popleft()
         word.value = 0
         return word
+
+    def word_slab(self) -> Slab:
+        """Return what keeps the words mapped."""
+        assert self._word_home is not None
+        return self._arena.slabs[self._word_home.slab]
 
     def _reserve_words(self) -> None:
         if self._word_home is None:
@@ -740,7 +819,7 @@ class _Copies:
         if not source.is_cuda:
             if not verbatim and nbytes == source.nbytes:
                 # Rearranged on the way, without a copy in between.
-                dense = torch.empty(0, dtype=source.dtype).set_(
+                dense = torch.empty(0, dtype=source.dtype, device="cpu").set_(
                     target.untyped_storage(), 0, source.shape, contiguous_strides(source.shape)
                 )
                 dense.copy_(source)
@@ -749,11 +828,16 @@ class _Copies:
             target.copy_(part)
             return
         stream = self._stager._stream(source.device)  # noqa: SLF001 - one room
-        with torch.cuda.stream(stream):
-            part = _flat_bytes(source)[low:high] if verbatim else _span(source, low, high)
-            target.copy_(part, non_blocking=True)
         self._streams.add(stream)
-        self._keep.append(part)
+        self._keep.append(source)
+        with torch.cuda.stream(stream):
+            if verbatim:
+                target.copy_(_flat_bytes(source)[low:high], non_blocking=True)
+                return
+            # Each piece is let go at once: what is allocated next on this stream is written after its copy.
+            for start in range(low, high, _PIECE_BYTES):
+                end = min(start + _PIECE_BYTES, high)
+                target[start - low : end - low].copy_(_span(source, start, end), non_blocking=True)
 
     def end(self, *, caller_waits: bool = False) -> CopyTicket:
         """Return the ticket of the group; with `caller_waits` the caller's streams wait for the copies."""
@@ -768,7 +852,18 @@ class _Copies:
             if caller_waits:
                 torch.cuda.current_stream(stream.device).wait_event(event)
             words.append((word, event))
-        return CopyTicket(words, self._keep, self._stager._words.extend)  # noqa: SLF001 - one room
+        memory = self._stager.word_slab() if words else None
+        return CopyTicket(words, self._keep, self._stager._words.extend, memory)  # noqa: SLF001 - one room
+
+    def settle(self) -> bool:
+        """After a failure, wait for the copies that were begun; returns whether they have ended."""
+        if not self._streams:
+            return True
+        try:
+            self.end().wait(_SETTLE_S)
+        except (StagingError, RuntimeError):
+            return False
+        return True
 
 
 def _into_blocks(sizes: list[int]) -> list[tuple[int, list[int], int]]:

@@ -153,10 +153,12 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         self._open()
 
     def _open(self) -> None:
+        self._owner_pid = os.getpid()
         self._local = threading.local()
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
         self._staged: weakref.WeakSet[_StagedState] = weakref.WeakSet()
+        self._staged_lock = threading.Lock()
         self._closed = False
         self._was_unpickled = False
 
@@ -319,23 +321,23 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             warn_async_workers(self._config.dist_ckpt_workers, stacklevel=3)
             _drain_at_exit()
             staged, ticket = self._get_engine().stage(state_dict, future.use)
-            self._staged.add(future)
+            with self._staged_lock:
+                self._staged.add(future)
+            if ticket.done():
+                future.set_result(staged)
+            else:
+                threading.Thread(
+                    target=_complete,
+                    args=(future, staged, ticket, self._timeout_s),
+                    name="distckpt-staging",
+                    daemon=True,
+                ).start()
         except Exception as error:  # noqa: BLE001 - forwarded through the staged state to every rank
             failure = (
                 error if isinstance(error, StagingError) else StagingError(f"{type(error).__name__}: {error}")
             )
             _LOG.error("the state could not be staged: %s", error)
             future.set_result({"distckpt staging": StagingFailure(failure, _note_failure)})
-            return future
-        if ticket.done():
-            future.set_result(staged)
-        else:
-            threading.Thread(
-                target=_complete,
-                args=(future, staged, ticket, self._timeout_s),
-                name="distckpt-staging",
-                daemon=True,
-            ).start()
         return future
 
     def synchronize_staging(self) -> None:
@@ -346,11 +348,15 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
 
         Idempotent, and needs no process group. A save that makes no progress within the deadline is given up.
         """
+        if os.getpid() != self._owner_pid:
+            return
         engine = self._engine
         if engine is not None and not self._closed:
             engine.deadline.progress()
             pause = threading.Event()
-            while any(staged.use.awaits_save for staged in list(self._staged)) and not engine.deadline.passed:
+            while (
+                any(staged.use.awaits_save for staged in self._staged_states()) and not engine.deadline.passed
+            ):
                 pause.wait(_DRAIN_POLL_S)
         self._closed = True
         self._close_engine()
@@ -362,8 +368,12 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             engine.close()
 
     def _end_staged_save(self) -> None:
-        for staged in list(self._staged):
+        for staged in self._staged_states():
             staged.use.end()
+
+    def _staged_states(self) -> list[_StagedState]:
+        with self._staged_lock:
+            return list(self._staged)
 
     @property
     def _timeout_s(self) -> float:
@@ -391,6 +401,9 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         return save.storage
 
     def _get_engine(self) -> Engine:
+        if os.getpid() != self._owner_pid:
+            # In a forked child: the arena, the workers and the locks are the parent's.
+            self._open()
         with self._engine_lock:
             if self._closed:
                 raise CheckpointError("the StorageWriter is closed")
@@ -678,9 +691,12 @@ def _complete(future: _StagedState, staged: dict[str, Any], ticket: CopyTicket, 
     future.use.completer = threading.current_thread()
     try:
         ticket.wait(timeout_s)
-    except StagingError as error:
+    except Exception as error:  # noqa: BLE001 - the top frame of a thread: whoever waits must learn of it
         _LOG.error("the state could not be staged: %s", error)
-        staged = {"distckpt staging": StagingFailure(error, _note_failure)}
+        failure = (
+            error if isinstance(error, StagingError) else StagingError(f"{type(error).__name__}: {error}")
+        )
+        staged = {"distckpt staging": StagingFailure(failure, _note_failure)}
     future.set_result(staged)
 
 

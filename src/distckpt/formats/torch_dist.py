@@ -74,12 +74,14 @@ class _FramingSink(io.RawIOBase):
 @functools.lru_cache(_TEMPLATES)
 def _template(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
     # Its storage is never touched, and so costs address space only.
-    example = torch.empty_strided(shape, strides, dtype=dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
+    example = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
     sink = _FramingSink()
     with skip_data():
         torch.save(example, cast("IO[bytes]", sink))
     frame = sink.frame()
-    return _repack(frame, example.nbytes) if 0 < example.nbytes < _SMALL_BYTES else frame
+    return _repack(frame, nbytes) if 0 < nbytes < _SMALL_BYTES else frame
 
 
 def _repack(frame: Frame, nbytes: int) -> Frame:
@@ -125,7 +127,7 @@ class TorchDist:
             prefix, suffix = _template(dtype, tuple(shape), strides)
             if len(data) == len(prefix) + nbytes + len(suffix) and data.startswith(prefix):
                 payload = torch.frombuffer(data, dtype=torch.uint8, offset=len(prefix), count=nbytes)
-                viewed = torch.empty(0, dtype=dtype)
+                viewed = torch.empty(0, dtype=dtype, device="cpu")
                 return viewed.set_(payload.untyped_storage(), 0, tuple(shape), strides)
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         assert isinstance(loaded, torch.Tensor)

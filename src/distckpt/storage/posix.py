@@ -171,9 +171,9 @@ class PosixStorage:
         path = os.path.join(self.root, name)
         folder = os.path.dirname(path)
         self._make_directory(folder)
-        partial = f"{path}.{os.getpid()}.tmp"
+        partial = f"{path}.{os.urandom(8).hex()}.tmp"
         try:
-            fd = os.open(partial, _NEW_FILE & ~os.O_EXCL | os.O_TRUNC, 0o644)
+            fd = os.open(partial, _NEW_FILE, 0o644)
             try:
                 left = memoryview(data)
                 while left:
