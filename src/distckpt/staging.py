@@ -343,7 +343,8 @@ class Stager:
     def __init__(self, arena: Arena, file_format: Format, timeout_s: float) -> None:
         self._arena = arena
         # A save that was staged still needs memory for what is no tensor, or it would wait for its own end.
-        self._spare_bytes = arena.window_bytes
+        # One window of a planned save; of a budget of a few windows, not a whole one.
+        self._spare_bytes = min(arena.window_bytes, arena.budget_bytes // 16)
         self._frame = file_format.frame
         self._timeout_s = timeout_s
         self._streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -402,8 +402,10 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
 
     def _get_engine(self) -> Engine:
         if os.getpid() != self._owner_pid:
-            # In a forked child: the arena, the workers and the locks are the parent's.
+            # In a forked child: the arena, the workers and the locks are the parent's; this save is ours.
+            save = self._local
             self._open()
+            self._local = save
         with self._engine_lock:
             if self._closed:
                 raise CheckpointError("the StorageWriter is closed")

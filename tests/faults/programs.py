@@ -44,8 +44,10 @@ class Zygote:
     def close(self) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.close()
+        # Not the end of its input alone, which a forked child of this process may hold open.
+        self.process.terminate()
         self.process.wait(timeout=10)
+        self.process.stdin.close()
         self.process.stdout.close()
 
 

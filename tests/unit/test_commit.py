@@ -299,3 +299,25 @@ def test_a_plan_digest_depends_on_names_kinds_and_order() -> None:
         plan_digest(["a", "b"], [kinds[0], kinds[0]]),
         plan_digest(["a"], kinds[:1]),
     }) == 7  # fmt: skip
+
+
+def test_a_late_sweep_spares_a_newer_checkpoint(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that stalls between its publication and its sweep finds another one committed by then."""
+    from distckpt import commit
+
+    sweep = commit._sweep
+    newer: list[bytes] = []
+
+    def stalled(swept: Storage, names: Sequence[str]) -> None:
+        if not newer:
+            newer.append(b"")
+            newer[0] = save(storage, "beef")
+        sweep(swept, names)
+
+    monkeypatch.setattr(commit, "_sweep", stalled)
+    save(storage, "cafe")
+    assert storage.read(METADATA) == newer[0]
+    integrity = load_integrity(storage, newer[0])
+    assert integrity is not None
+    present = storage.list()
+    assert {name for name in present if name.endswith(".beef")} == {"__0_0.distcp.beef", "__1_0.distcp.beef"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import ctypes
 import gc
 import io
@@ -312,3 +313,105 @@ def test_a_ticket_is_done_when_every_device_has_said_so() -> None:
     assert ticket.done()
     assert not kept
     assert given_back == words
+
+
+class Registry(collections.abc.MutableMapping[str, Any]):
+    """A mapping whose shallow copy shares its entries."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def test_the_mapping_of_the_trainer_keeps_its_tensors(stager: Stager) -> None:
+    tensor = torch.ones(3)
+    registry = Registry({"weight": tensor})
+    staged, _ = stager.stage({"registry": registry})
+    assert registry["weight"] is tensor
+    assert staged["registry"]["weight"] is not tensor
+
+
+@pytest.mark.parametrize("numel", [4, 4 * MIB])
+def test_a_tensor_whose_storage_was_freed_is_refused(stager: Stager, numel: int) -> None:
+    tensor = torch.ones(numel)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(StagingError, match="it was freed"):
+        stager.item(tensor)
+    with pytest.raises(StagingError, match=r"model\.weight: .* it was freed"):
+        stager.stage({"model": {"weight": tensor}})
+
+
+def test_the_default_device_of_the_caller_does_not_matter(stager: Stager) -> None:
+    tensor = torch.arange(77.0)
+    with torch.device("meta"):
+        # A shape that no template was made for yet.
+        staged, _ = stager.stage({"weight": tensor})
+        item = stager.item(staged["weight"])
+    assert torch.equal(staged["weight"], tensor)
+    data = bytearray(item.frame.prefix + payload_of(tensor) + item.frame.suffix)
+    assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), tensor)
+    with torch.device("meta"):
+        assert FORMAT.decode(data, tensor.dtype, tensor.shape).device.type == "cpu"
+
+
+def test_what_is_staged_in_inference_mode_can_be_revoked(stager: Stager) -> None:
+    with torch.inference_mode():
+        staged, _ = stager.stage({"weight": torch.ones(5)})
+    [lease] = stager._live_leases()
+    lease.revoke()
+    assert staged["weight"].numel() == 0
+
+
+def test_a_revoked_tensor_does_not_free_what_a_save_is_writing(stager: Stager) -> None:
+    staged, _ = stager.stage({"weight": torch.ones(5)})
+    item = stager.item(staged["weight"])
+    [lease] = stager._live_leases()
+    lease.revoke()
+    del lease, staged
+    gc.collect()
+    assert len(stager._live_leases()) == 1
+    assert item.tensor is not None
+    assert torch.equal(item.tensor, torch.ones(5))
+
+
+def test_a_fill_that_fails_gives_its_memory_back(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    item = stager.item(torch.ones(4 * MIB)[::2])
+    free = stager._arena._left()
+    target = stager._arena.reserve(4 * MIB, timeout_s=1)
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise MemoryError("no memory for a piece")
+
+    monkeypatch.setattr("distckpt.staging._span", fail)
+    with pytest.raises(MemoryError):
+        stager.fill([item], [0], 0, 4 * MIB, target)
+    stager._arena.reserve(PAGE_BYTES, timeout_s=1)
+    assert stager._arena._left() == free - PAGE_BYTES
+
+
+def test_quarantined_memory_is_never_handed_out_again(
+    stager: Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distckpt.staging._LOST_SLABS", [])
+    staged, _ = stager.stage({"weight": torch.ones(6 * MIB)})
+    free = stager._arena._left()
+    [lease] = stager._live_leases()
+    lease.quarantine()
+    del lease, staged
+    gc.collect()
+    stager._arena.reserve(PAGE_BYTES, timeout_s=1)
+    assert stager._arena._left() == free - PAGE_BYTES
