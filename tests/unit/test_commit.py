@@ -316,7 +316,7 @@ def test_a_late_sweep_spares_a_newer_checkpoint(storage: Storage, monkeypatch: p
 
     monkeypatch.setattr(commit, "_sweep", stalled)
     save(storage, "cafe")
-    assert storage.read(METADATA) == newer[0]
+    assert bytes(storage.read(METADATA) or b"") == newer[0]
     integrity = load_integrity(storage, newer[0])
     assert integrity is not None
     present = storage.list()
