@@ -147,7 +147,7 @@ def publish(
                 )
     record = {
         "version": _VERSION,
-        "metadata": _metadata_name(rank),
+        "metadata": metadata_name(rank),
         "manifests": [{"name": ref.name, "sha256": ref.sha256} for ref in manifests],
         **(details or {}),
     }
@@ -186,7 +186,8 @@ def refuse_part(storage: Storage) -> None:
         )
 
 
-def _metadata_name(rank: int | None) -> str:
+def metadata_name(rank: int | None) -> str:
+    """Return the name of the metadata of all ranks, or of the one that published only its own part."""
     return METADATA if rank is None else f"__{rank}{METADATA}"
 
 
@@ -198,7 +199,7 @@ def _stale(
     storage: Storage, metadata: bytes, manifests: Sequence[ManifestRef], rank: int | None
 ) -> list[str]:
     """Return what earlier saves left, in an order in which it can be removed."""
-    keep = {name for ref in manifests for name in ref.files} | {_metadata_name(rank)}
+    keep = {name for ref in manifests for name in ref.files} | {metadata_name(rank)}
     stale = []
     for name in storage.list():
         ours = _IMAGE.fullmatch(name) or _METADATA.fullmatch(name)
@@ -237,7 +238,7 @@ def _sweep(storage: Storage, names: Sequence[str]) -> None:
 
 def _belongs_to(storage: Storage, name: str, rank: int) -> bool:
     record = storage.read(name)
-    return record is not None and f'"metadata":"{_metadata_name(rank)}"'.encode() in record
+    return record is not None and f'"metadata":"{metadata_name(rank)}"'.encode() in record
 
 
 class Integrity:

@@ -222,7 +222,9 @@ class Engine:
         for file in files:
             for index, placement in zip(file.indices, file.placements, strict=True):
                 placements[index] = placement
-        return [placement for placement in placements if placement is not None]
+        placed = [placement for placement in placements if placement is not None]
+        assert len(placed) == len(items), "every item of the plan was written"
+        return placed
 
     def close(self) -> None:
         """End the lanes and give the memory back, once no save holds them; idempotent."""

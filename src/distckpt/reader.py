@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from distckpt.commit import METADATA, Integrity, load_integrity
+from distckpt.commit import Integrity, load_integrity, metadata_name
 from distckpt.config import CheckpointConfig
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError
 from distckpt.formats import open_format
@@ -109,7 +109,7 @@ class StorageReader(TorchStorageReader):
         """
         storage = self._storage()
         rank = kwargs.get("rank")
-        name = METADATA if rank is None else f"__{rank}{METADATA}"
+        name = metadata_name(rank)
         data = storage.read(name)
         if data is None:
             raise CheckpointError(f"{storage.url} holds no complete checkpoint: {name} is missing")
@@ -201,6 +201,11 @@ class StorageReader(TorchStorageReader):
         self, storage: Storage, info: _StorageInfo, requests: list[ReadItem], planner: LoadPlanner
     ) -> None:
         fqn = requests[0].storage_index.fqn
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{storage.url}/{info.relative_path}: {fqn!r} was written through the extensions "
+                f"{info.transform_descriptors}, which are not undone here: use torch's FileSystemReader"
+            )
         data = storage.read(info.relative_path, info.offset, info.length)
         if data is None or len(data) != info.length:
             found = 0 if data is None else len(data)

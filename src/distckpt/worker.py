@@ -7,7 +7,8 @@ stderr); slabs arrive beside them as file descriptors.
 Invariants:
     * Every message carries the id of the save that it belongs to.
     * A file is acknowledged as done only after its bytes are durable and its size was checked.
-    * The process ends within a second of its parent's death, whatever thread or fork still holds the socket.
+    * The process ends after its parent's death, with the tasks that it has already taken, whatever thread or
+      fork still holds the socket.
 
 Torch-free.
 """
