@@ -1,271 +1,124 @@
-"""What has to be seen on a machine with a GPU: staging at the speed of the copy, and whole saves.
+"""What has to be seen on a machine with a GPU: all bars of staging, training, storage and memory; the peers.
 
-Every part runs in a process of its own under a time limit, and what it has measured is kept if it fails.
+Every part runs in a process of its own under a time limit, and what it has measured is kept if it fails. The
+figures go to a JSON file, from which the table can be printed again (`--show`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
-import gc
 import json
 import mmap
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import bars_guarded
+import bars_peers
+import bars_ranks
+import bars_staging
+import bars_storage
+import bars_training
 import psutil
 import torch
-from ceilings import device_to_host_seconds, host_to_host_seconds, write_seconds
-from machine import GIB, default_disk, describe, scratch, storage_type, tmpfs_for
-from measurement import Row
-from peers import State, async_save, remove
-from torch.distributed.checkpoint import state_dict_loader
+from bars import FAILURES, Found, Line, Report, Sizes, memory_place
+from machine import GIB, describe, scratch
 
-from distckpt import StorageWriter
 from distckpt.errors import DistckptWarning
 
 _EXPANDABLE = "expandable_segments:True"
-_TOTAL_S = 350.0
-_STAGING_BAR = 0.9
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much each part works on."""
-
-    ceiling_bytes: int = 2 * GIB
-    staging_bytes: int = 12 * GIB
-    staging_tensors: int = 200
-    save_bytes: int = 4 * GIB
-    save_tensors: int = 64
-    many_tensors: int = 30_000
-    many_bytes: int = 64 << 10
-    repeats: int = 5
-    workers: int = 8
-
-    @classmethod
-    def smoke(cls) -> Sizes:
-        return cls(1 << 20, 8 << 20, 10, 8 << 20, 4, 100, 1 << 10, 1, 2)
-
-
-class Report:
-    """Figures of one part, kept in a file after each of them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.figures: dict[str, Any] = {}
-
-    def add(self, name: str, value: Any) -> None:
-        self.figures[name] = value
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.figures))
-        temporary.replace(self._path)
-
-
-def settle(device: str) -> None:
-    """Let everything before end, so that it does not count in what is measured next."""
-    gc.collect()
-    for thread in threading.enumerate():
-        # Until it has ended, it holds what was staged last.
-        if thread.name == "distckpt-staging":
-            thread.join(30)
-    # torch's threads let go of what they saved a moment after its future is done.
-    time.sleep(0.05)
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def make_state(device: str, count: int, nbytes: int) -> State:
-    """Return `count` fp32 tensors of `nbytes` bytes in all."""
-    rows = max(1, nbytes // count // (4 * 1024))
-    return {f"layers.{index}.weight": torch.randn(rows, 1024, device=device) for index in range(count)}
-
-
-def fitting(device: str, wanted: int) -> int:
-    """Return `wanted`, or what a third of the host's and nine tenths of the device's free memory allow."""
-    limit = psutil.virtual_memory().available // 3
-    if device == "cuda":
-        limit = min(limit, torch.cuda.mem_get_info()[0] * 9 // 10)
-    return min(wanted, limit)
-
-
-def host_memory(nbytes: int) -> int:
-    return nbytes + nbytes // 8 + (256 << 20)
-
-
-def stage(writer: StorageWriter, state: State, device: str) -> tuple[float, float, dict[str, Any]]:
-    """Return the seconds until `stage` returned and until the state was staged, and the staged state.
-
-    Raises:
-        CheckpointError: It could not be staged.
-    """
-    settle(device)
-    started = time.perf_counter()
-    future: Future[dict[str, Any]] = writer.stage(state)
-    returned_s = time.perf_counter() - started
-    staged = future.result(timeout=120)
-    staged_s = time.perf_counter() - started
-    for value in staged.values():
-        if not isinstance(value, torch.Tensor):
-            raise value.error
-    return returned_s, staged_s, staged
-
-
-def measure_staging(report: Report, device: str, sizes: Sizes) -> None:
-    """Time the copy of a large state to the host, beside the best that the device can do."""
-    copy_ceiling(report, device, sizes)
-    state = make_state(device, sizes.staging_tensors, fitting(device, sizes.staging_bytes))
-    if device == "cuda":
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        report.add("expandable", any(segment.get("is_expandable") for segment in segments))
-    nbytes = sum(tensor.nbytes for tensor in state.values())
-    report.add("staging_bytes", nbytes)
-    with StorageWriter(ckpt_host_memory=host_memory(nbytes), log_level="warning") as writer:
-        for turn in range(sizes.repeats + 1):
-            returned_s, staged_s, staged = stage(writer, state, device)
-            kind = "warm" if turn else "cold"
-            report.add(f"{kind}_returned_s", [*report.figures.get(f"{kind}_returned_s", []), returned_s])
-            report.add(f"{kind}_staged_s", [*report.figures.get(f"{kind}_staged_s", []), staged_s])
-            if turn == 0:
-                names = [*state][:: max(1, len(state) // 4)]
-                report.add("is_pinned", all(tensor.is_pinned() for tensor in staged.values()))
-                report.add("equal", all(torch.equal(staged[name], state[name].cpu()) for name in names))
-            del staged
-
-
-def copy_ceiling(report: Report, device: str, sizes: Sizes) -> None:
-    measure = device_to_host_seconds if device == "cuda" else host_to_host_seconds
-    report.add("ceiling_bytes", sizes.ceiling_bytes)
-    report.add("ceiling_s", measure(sizes.ceiling_bytes, 7))
-
-
-def measure_many(report: Report, device: str, sizes: Sizes) -> None:
-    """Time the copy of very many small tensors to the host."""
-    copy_ceiling(report, device, sizes)
-    nbytes = sizes.many_tensors * sizes.many_bytes
-    flat = torch.randn(nbytes // 4, device=device)
-    # One storage each, as parameters have.
-    parts = flat.view(sizes.many_tensors, -1)
-    state = {f"layers.{index}": part.clone() for index, part in enumerate(parts)}
-    del flat, parts
-    report.add("many_bytes", nbytes)
-    # Beside the payload there are about 1.6 KB of framing for each tensor.
-    with StorageWriter(ckpt_host_memory=2 * host_memory(nbytes), log_level="warning") as writer:
-        for turn in range(min(3, sizes.repeats) + 1):
-            returned_s, staged_s, staged = stage(writer, state, device)
-            kind = "warm" if turn else "cold"
-            report.add(f"{kind}_returned_s", [*report.figures.get(f"{kind}_returned_s", []), returned_s])
-            report.add(f"{kind}_staged_s", [*report.figures.get(f"{kind}_staged_s", []), staged_s])
-            if turn == 0:
-                report.add("equal", all(torch.equal(staged[n], state[n].cpu()) for n in [*state][::999]))
-            del staged
-
-
-def measure_saves(report: Report, device: str, sizes: Sizes) -> None:
-    """Time `dcp.async_save` from call to durable, stock beside distckpt, in memory and on disk."""
-    state = make_state(device, sizes.save_tensors, fitting(device, sizes.save_bytes))
-    nbytes = sum(tensor.nbytes for tensor in state.values())
-    report.add("save_bytes", nbytes)
-    places = {"tmpfs": tmpfs_for(2 * nbytes), "disk": default_disk()}
-    report.add("storage", {name: storage_type(place) if place else "none" for name, place in places.items()})
-    # With one writer for both places the second begins warm, as every save but the first does.
-    with StorageWriter(
-        dist_ckpt_workers=sizes.workers, ckpt_host_memory=host_memory(nbytes), log_level="warning"
-    ) as writer:
-        for name, place in places.items():
-            if place is None:
-                continue
-            with scratch(place) as folder:
-                for turn in range(min(3, sizes.repeats)):
-                    for peer, used in (("distckpt", writer), ("stock", None)):
-                        if used is None and turn == 2:
-                            continue
-                        settle(device)
-                        figures = async_save(state, folder / peer, used)
-                        key = f"{name}_{peer}"
-                        report.add(key, [*report.figures.get(key, []), figures])
-                        if used is not None and turn == 0:
-                            report.add(f"{name}_equal", equals(state, folder / peer))
-                        remove(folder / peer)
-                for direct in (False, True) if name == "disk" else (False,):
-                    report.add(
-                        f"{name}_plain_{'direct' if direct else 'buffered'}_s",
-                        write_seconds(folder, nbytes, direct=direct, threads=sizes.workers),
-                    )
-
-
-def equals(state: State, path: Path) -> bool:
-    """Say whether torch's own reader finds in the checkpoint what is in `state`."""
-    loaded = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
-    state_dict_loader.load(loaded, checkpoint_id=path, no_dist=True)
-    return all(torch.equal(loaded[name], state[name].cpu()) for name in [*state][:: max(1, len(state) // 8)])
+_TOTAL_S = 460.0
+_LIMIT_S = 100.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process."""
+    """One process.
+
+    Attributes:
+        measure: What it does, with a report, a device and sizes.
+        lines: What its figures say of the bars.
+        table: A further table, header first.
+        allocator: A value of PYTORCH_CUDA_ALLOC_CONF.
+    """
 
     measure: Callable[[Report, str, Sizes], None]
-    limit_s: float
+    lines: Callable[[Found], list[Line]]
+    table: Callable[[Found], list[list[str]]] = lambda found: []
     allocator: str | None = None
 
 
 PARTS = {
-    "staging": Part(measure_staging, 100),
-    "staging, expandable segments": Part(measure_staging, 80, _EXPANDABLE),
-    "saves": Part(measure_saves, 150),
-    "many small tensors": Part(measure_many, 80),
+    "staging": Part(bars_staging.measure_staging, bars_staging.lines_of_staging),
+    "many": Part(bars_staging.measure_many, bars_staging.lines_of_many),
+    "guarded": Part(bars_guarded.measure_guarded, bars_guarded.lines_of_guarded),
+    "training": Part(bars_training.measure_training, bars_training.lines_of_training),
+    "tmpfs": Part(bars_storage.measure_tmpfs, bars_storage.lines_of_tmpfs),
+    "disk": Part(bars_storage.measure_disk, bars_storage.lines_of_disk),
+    "budget": Part(bars_storage.measure_budget, bars_storage.lines_of_budget),
+    "fifty": Part(bars_storage.measure_fifty, bars_storage.lines_of_fifty),
+    "expandable": Part(bars_staging.measure_staging, bars_staging.lines_of_staging, allocator=_EXPANDABLE),
+    "stock": Part(bars_peers.measure_stock, bars_peers.lines_of_peers, bars_peers.table_of_peers),
+    "peers": Part(bars_peers.measure_peers, bars_peers.lines_of_peers, bars_peers.table_of_peers),
+    "ranks": Part(bars_ranks.measure_ranks, bars_ranks.lines_of_ranks),
 }
+_SINGLE = [name for name in PARTS if name != "ranks"]
+_CHECKS = ("equal", "pinned", "expandable", "before_commit")
 
 
-def run_part(name: str, device: str, sizes: Sizes, path: Path) -> int:
+def measure_here(path: Path, device: str, limit_s: float, measure: Callable[[Report], None]) -> int:
     """Measure in this process; returns the exit status."""
-    part = PARTS[name]
     # Should the process hang, this says where before the parent ends it.
-    faulthandler.dump_traceback_later(max(1.0, part.limit_s - 5))
+    faulthandler.dump_traceback_later(max(1.0, limit_s - 5))
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     warnings.simplefilter("ignore", DistckptWarning)
     report = Report(path)
-    report.add("device", torch.cuda.get_device_name() if device == "cuda" else "cpu")
     started = time.perf_counter()
     try:
-        part.measure(report, device, sizes)
-    except Exception:  # noqa: BLE001 - the top frame of a process: it goes into the report
+        report.add("device", torch.cuda.get_device_name() if device == "cuda" else "cpu")
+        measure(report)
+    except FAILURES:
         report.add("error", traceback.format_exc())
-        return 1
     finally:
         faulthandler.cancel_dump_traceback_later()
         report.add("seconds", time.perf_counter() - started)
-    return 0
+    return 1 if report.figures.keys() & {"error", "errors"} else 0
 
 
-def start_part(name: str, device: str, smoke: bool, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Measure in a process of its own; returns its figures."""
-    path = folder / f"{list(PARTS).index(name)}.json"
-    command = [sys.executable, __file__, "--part", name, "--device", device, "--out", str(path)]
+def start_part(name: str, device: str, sizes: Sizes, folder: Path, limit_s: float) -> Found:
+    """Measure in a process of its own, for `limit_s` seconds at most; returns its figures."""
+    path = folder / f"{name}.json"
+    command = [
+        sys.executable, __file__, "--part", name, "--device", device, "--sizes", json.dumps(vars(sizes)),
+        "--out", str(path), "--limit", str(limit_s),
+    ]  # fmt: skip
     environment = dict(os.environ)
-    if PARTS[name].allocator is not None:
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = str(PARTS[name].allocator)
-    with subprocess.Popen(command + ["--smoke"] * smoke, env=environment, start_new_session=True) as process:
+    allocator = PARTS[name].allocator
+    if allocator is not None:
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+    started = time.monotonic()
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:
-            status: int | str = process.wait(min(limit_s, PARTS[name].limit_s))
+            status: int | str = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = "over its time limit"
-            os.killpg(process.pid, signal.SIGKILL)
-    figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        finally:
+            # What it left running would spoil the next part.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    figures: Found = json.loads(path.read_text()) if path.exists() else {}
     figures["status"] = status
+    figures["with_start_s"] = time.monotonic() - started
     return figures
 
 
@@ -287,98 +140,142 @@ def grow_memory(gib: float) -> None:
     print(f"memory: {before / GIB:.1f} GiB before, {psutil.virtual_memory().total / GIB:.1f} GiB now")
 
 
-def rows_of(parts: dict[str, dict[str, Any]]) -> list[Row]:
-    """Return what was found, as far as it goes."""
-    rows: list[Row] = []
+def text_table(rows: list[list[str]], *, markdown: bool) -> str:
+    """Return rows, the header first, in columns."""
+    if markdown:
+        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def show(parts: dict[str, Found], *, markdown: bool) -> None:
+    """Print what was found, as far as it goes."""
+    verdicts = {True: "yes", False: "NO", None: ""}
+    rows = [["bar", "part", "what", "measured", "compared with", "asked for", "met"]]
+    tables = []
     for name, found in parts.items():
-        nbytes = found.get("staging_bytes") or found.get("many_bytes")
-        if nbytes and found.get("ceiling_s"):
-            rows += _staging_rows(name, found, nbytes)
-        for place in ("tmpfs", "disk"):
-            ours, stock = found.get(f"{place}_distckpt", []), found.get(f"{place}_stock", [])
-            for which, pick in (("first", slice(0, 1)), ("later", slice(1, None))):
-                if ours[pick] and stock[pick]:
-                    rows += _save_rows(f"{place}, {which}", ours[pick], stock[pick])
-            plain = [found[key] for key in found if key.startswith(f"{place}_plain")]
-            if ours[1:] and plain:
-                mine = min(save["total_s"] for save in ours[1:])
-                rows.append(
-                    Row(
-                        min(plain) / mine, f"{place}: of plain writes", f"{mine:.3f} s", f"{min(plain):.3f} s"
-                    )
-                )
-    return rows
-
-
-def _staging_rows(name: str, found: dict[str, Any], nbytes: int) -> list[Row]:
-    ceiling = found["ceiling_bytes"] / GIB / median(found["ceiling_s"])
-    rows = []
-    for kind in ("cold", "warm"):
-        if found.get(f"{kind}_staged_s"):
-            seconds = median(found[f"{kind}_staged_s"])
-            returned = median(found[f"{kind}_returned_s"])
-            rate = nbytes / GIB / seconds
-            rows.append(
-                Row(
-                    rate / ceiling,
-                    f"{name}: {kind}, of the copy ceiling",
-                    f"{rate:.2f} GiB/s ({seconds:.4f} s, stage() returns after {returned:.4f} s)",
-                    f"{ceiling:.2f} GiB/s",
-                    f">= {_STAGING_BAR}" if kind == "warm" and "staging" in name else "",
-                )
-            )
-    return rows
-
-
-def _save_rows(where: str, ours: list[dict[str, float]], stock: list[dict[str, float]]) -> list[Row]:
-    rows = []
-    for figure, what in (("stall_s", "stall"), ("staged_s", "staged after"), ("total_s", "durable after")):
-        mine, theirs = (median(save[figure] for save in saves) for saves in (ours, stock))
-        rows.append(Row(theirs / mine, f"{where}: {what}", f"{mine:.3f} s", f"stock {theirs:.3f} s"))
-    return rows
-
-
-def show(parts: dict[str, dict[str, Any]]) -> None:
-    for row in rows_of(parts):
-        print(f"  {row.ratio:6.2f}x  {row.bar:7} {row.what}: {row.ours} | {row.reference}")
+        part = PARTS[name]
+        rows += [
+            [line.number, name, line.what, line.measured, line.reference, line.bar, verdicts[line.is_met]]
+            for line in part.lines(found)
+        ]
+        table = part.table(found)
+        if table:
+            tables.append(table)
+    print(text_table(rows, markdown=markdown))
+    for table in tables:
+        print(f"\n{text_table(table, markdown=markdown)}")
+    print()
     for name, found in parts.items():
-        checks = {key: found[key] for key in found if key.endswith(("equal", "is_pinned", "expandable"))}
-        verdict = "ok" if found["status"] == 0 and "error" not in found else f"FAILED ({found['status']})"
-        print(f"  {verdict} {name}: {found.get('seconds', 0):.0f} s on {found.get('device')}, {checks}")
+        failed = found["status"] != 0 or found.keys() & {"error", "errors"}
+        checks = {
+            key: value
+            for key, value in found.items()
+            if key.endswith(_CHECKS) and isinstance(value, (bool, list))
+        }
+        verdict = f"FAILED ({found['status']})" if failed else "ok"
+        texts = [f"{name}: {found.get('with_start_s', 0):.0f} s on {found.get('device')}"]
+        texts += [f"{key}: {value}" for key, value in checks.items()]
+        print(f"- {verdict} {', '.join(texts)}")
 
 
-def main() -> int:
+def print_errors(parts: dict[str, Found]) -> None:
+    for name, found in parts.items():
+        for where, text in {"": found.get("error"), **found.get("errors", {})}.items():
+            if text:
+                print(f"{name} {where}:\n{text}")
+        for candidate, figures in found.items():
+            if isinstance(figures, dict) and "error" in figures:
+                print(f"{name}, {candidate}:\n{figures['error']}")
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="small sizes, one repetition: does it run?")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    parser.add_argument("--only", choices=PARTS, action="append", help="run this part only")
+    parser.add_argument("--only", action="append", metavar="PART[,PART]", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--ranks", type=int, metavar="N", help="N GPUs of this machine at once, nothing else")
+    parser.add_argument("--set", action="append", default=[], metavar="SIZE=N", help="see Sizes in bars.py")
     parser.add_argument("--grow-memory", type=float, default=0, metavar="GIB", help="touch that much first")
+    parser.add_argument("--total", type=float, default=_TOTAL_S, metavar="S", help="seconds for all parts")
+    parser.add_argument("--limit", type=float, default=_LIMIT_S, metavar="S", help="seconds for each part")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for a Markdown page")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print what these files hold")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: gpu_check.json in $OUT or here")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    for flag in ("--part", "--candidate"):
+        parser.add_argument(flag, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--folders", type=Path, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.part is not None:
-        return run_part(arguments.part, device, Sizes.smoke() if arguments.smoke else Sizes(), arguments.out)
-    deadline = time.monotonic() + _TOTAL_S
+    chosen = [name for names in arguments.only or [] for name in names.split(",")]
+    unknown = [name for name in chosen if name not in PARTS]
+    if unknown:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if arguments.ranks:
+        chosen = ["ranks"]
+        arguments.set.append(f"ranks={arguments.ranks}")
+    arguments.only = chosen or _SINGLE
+    if arguments.sizes is None:
+        try:
+            arguments.sizes = (Sizes.smoke() if arguments.smoke else Sizes()).changed(arguments.set)
+        except ValueError as error:
+            parser.error(str(error))
+    else:
+        arguments.sizes = Sizes(**arguments.sizes)
+    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return arguments
+
+
+def run_child(arguments: argparse.Namespace) -> int:
+    """Be the process of a part, of a candidate or of a rank."""
+    device, sizes, folders = arguments.device, arguments.sizes, arguments.folders
+
+    def measure(report: Report) -> None:
+        if arguments.part is not None:
+            PARTS[arguments.part].measure(report, device, sizes)
+        elif arguments.candidate is not None:
+            bars_peers.run_candidate(report, arguments.candidate, device, sizes, folders)
+        else:
+            bars_ranks.run_rank(report, device, sizes, folders[0])
+
+    return measure_here(arguments.out, device, arguments.limit, measure)
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.part is not None or arguments.candidate is not None or arguments.rank:
+        return run_child(arguments)
+    parts: dict[str, Found] = {}
+    if arguments.show:
+        for path in arguments.show:
+            record: dict[str, Any] = json.loads(path.read_text())
+            parts |= record["parts"]
+            print(f"{path}: {record['commit']} on {record['hardware']}, {record['versions']}")
+        show(parts, markdown=arguments.markdown)
+        return 0
+    deadline = time.monotonic() + arguments.total
     out = arguments.out or Path(os.environ.get("OUT", ".")) / "gpu_check.json"
     if arguments.grow_memory:
         grow_memory(arguments.grow_memory)
-    record = {"theme": "gpu_check", **describe({"smoke": arguments.smoke})}
-    parts: dict[str, dict[str, Any]] = {}
-    with scratch(default_disk()) as folder:
-        for name in arguments.only or PARTS:
+    record = {"theme": "gpu_check", **describe({"smoke": arguments.smoke, **vars(arguments.sizes)})}
+    with scratch(memory_place(1 << 20)) as folder:
+        for name in arguments.only:
             left_s = deadline - time.monotonic()
             if left_s < 10:
                 parts[name] = {"status": "no time left"}
             else:
                 print(f"{name} ...", flush=True)
-                parts[name] = start_part(name, device, arguments.smoke, folder, left_s)
+                parts[name] = start_part(
+                    name, arguments.device, arguments.sizes, folder, min(left_s, arguments.limit)
+                )
             out.write_text(json.dumps({**record, "parts": parts}, indent=1) + "\n")
-    for name, found in parts.items():
-        if "error" in found:
-            print(f"{name}:\n{found['error']}")
-    print(f"gpu_check: {record['commit']} on {record['hardware']}")
-    show(parts)
+    print_errors(parts)
+    print(f"gpu_check: {record['commit']} on {record['hardware']}\n")
+    show(parts, markdown=arguments.markdown)
     return 0 if all(found["status"] == 0 for found in parts.values()) else 1
 
 

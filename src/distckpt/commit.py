@@ -10,18 +10,22 @@ Torch-free: the pickled metadata arrives as bytes.
 
 from __future__ import annotations
 
+import base64
+import errno
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
 import socket
+import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
-from distckpt.worker import block_spans, checksum
+from distckpt.worker import CHECKSUM_BLOCK_BYTES, block_spans, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -32,44 +36,84 @@ _LOG = logging.getLogger(__name__)
 METADATA = ".metadata"
 FOLDER = ".distckpt/"
 _OWNER = FOLDER + "owner"
-_VERSION = 1
+_VERSION = 2
+_SETTLE_ATTEMPTS = 3
+_CHECKSUM_BYTES = 4
 _IMAGE = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
 _METADATA = re.compile(r"(?:__(\d+))?\.metadata(\.[0-9a-f]+\.tmp)?")
+_FAILURE = re.compile(r"failed-rank-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class ItemTable:
+    """Where one rank's items lie: columns of equal length, one entry for each item; never changed.
+
+    Attributes:
+        fqns: Names of the entries.
+        chunks: Offsets of the chunks in their tensors, in elements; None for byte blobs.
+        item_files: Index of the file, from 0.
+        offsets: Bytes from the start of the file.
+        sizes: Bytes, framing included.
+    """
+
+    fqns: list[str]
+    chunks: list[Sequence[int] | None]
+    item_files: list[int]
+    offsets: list[int]
+    sizes: list[int]
+
+    @functools.cached_property
+    def json(self) -> bytes:
+        """The table as it stands in a manifest; encoded once, for all saves that share it."""
+        return _to_json({
+            "fqns": self.fqns,
+            "chunks": self.chunks,
+            "item_files": self.item_files,
+            "offsets": self.offsets,
+            "sizes": self.sizes,
+        })  # fmt: skip
 
 
 @dataclass
 class Manifest:
-    """What one rank wrote in one save; columns of equal length, one entry for each item.
+    """What one rank wrote in one save.
 
     Attributes:
         save_id: The save, as this rank calls it.
         rank: The rank.
         format: Name of the file format.
         plan: Digest of the plan: items, sizes, dtypes.
-        files: Size in bytes of each file.
-        fqns: Names of the entries.
-        chunks: Offsets of the chunks in their tensors, in elements; None for byte blobs.
-        item_files: Index into `files`, in their order.
-        offsets: Bytes from the start of the file.
-        sizes: Bytes, framing included.
-        checksums: CRC32C of each block of the item (see `worker.block_spans`); empty without checksums.
+        files: Size in bytes of each file, in the order of the table's indices.
+        checksums: For each file: CRC32C of each block of each item, items in ascending offset, blocks as
+            `worker.block_spans` cuts them, packed as little-endian uint32. Without checksums: b"" for each.
+        items: Where the items lie.
     """
 
     save_id: str
     rank: int
     format: str
     plan: str
-    files: dict[str, int] = field(default_factory=dict)
-    fqns: list[str] = field(default_factory=list)
-    chunks: list[Sequence[int] | None] = field(default_factory=list)
-    item_files: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    checksums: list[Sequence[int]] = field(default_factory=list)
+    files: dict[str, int]
+    checksums: list[bytes]
+    items: ItemTable
 
     def to_json(self) -> bytes:
-        """Return the manifest as it stands on storage."""
-        return json.dumps({"version": _VERSION, **self.__dict__}, separators=(",", ":")).encode()
+        """Return the manifest as it stands on storage; `items` is not encoded a second time."""
+        assert len(self.checksums) == len(self.files)
+        head = _to_json({
+            "version": _VERSION,
+            "save_id": self.save_id,
+            "rank": self.rank,
+            "format": self.format,
+            "plan": self.plan,
+            "files": self.files,
+            "checksums": [base64.b64encode(packed).decode("ascii") for packed in self.checksums],
+        })  # fmt: skip
+        return b"".join((head[:-1], b',"items":', self.items.json, b"}"))
+
+
+def _to_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True)
@@ -99,12 +143,117 @@ def plan_digest(fqns: Sequence[str], kinds: Iterable[Hashable]) -> str:
     return hashlib.sha256(repr((fqns, sequence, list(numbers))).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def manifest_name(save_id: str, rank: int) -> str:
+    """Return the name of the manifest of `rank` in the save `save_id`."""
+    return f"{FOLDER}{save_id}/rank-{rank:05}.json"
+
+
 def write_manifest(storage: Storage, manifest: Manifest) -> ManifestRef:
     """Make `manifest`, and with it the names of all files that it lists, durable."""
-    name = f"{FOLDER}{manifest.save_id}/rank-{manifest.rank:05}.json"
+    name = manifest_name(manifest.save_id, manifest.rank)
     data = manifest.to_json()
     storage.put(name, data)
     return ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest.files)
+
+
+def read_ref(storage: Storage, save_id: str, rank: int) -> tuple[ManifestRef, dict[str, Any]] | None:
+    """Return what `rank` wrote in the save `save_id`, as its manifest on storage says.
+
+    Args:
+        storage: The checkpoint's directory.
+        save_id: The save, as `rank` calls it.
+        rank: The rank.
+
+    Returns:
+        What `publish` needs, and the parsed manifest; None if it is not there, or not visible yet.
+
+    Raises:
+        CheckpointError: It is of another version.
+        IntegrityError: It is unreadable; `file` is filled.
+        WriteError: The storage refuses.
+    """
+    name = manifest_name(save_id, rank)
+    data = storage.read(name)
+    if data is None:
+        return None
+    manifest = _parse(storage, name, data)
+    if not isinstance(manifest.get("files"), dict):
+        raise IntegrityError(f"{storage.url}/{name} names no files", file=name)
+    return ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest["files"]), manifest
+
+
+def report_failure(storage: Storage, save_id: str, rank: int, message: str) -> None:
+    """Leave word that `rank` gave up the save `save_id`; it goes with what else the save left.
+
+    Args:
+        storage: The checkpoint's directory.
+        save_id: The save.
+        rank: The rank that failed.
+        message: What happened, for the other ranks' errors.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    report = {"version": _VERSION, "rank": rank, "message": message}
+    storage.put(f"{FOLDER}{save_id}/failed-rank-{rank:05}.json", _to_json(report))
+
+
+def failures(storage: Storage, save_id: str) -> dict[int, str]:
+    """Return the messages of the ranks that gave up the save `save_id`, as far as they are visible, by rank.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    folder = f"{FOLDER}{save_id}/"
+    messages: dict[int, str] = {}
+    for entry in sorted(storage.list(folder)):
+        match = _FAILURE.fullmatch(entry)
+        data = storage.read(folder + entry) if match else None
+        if match is None or data is None:
+            continue
+        try:
+            message = str(json.loads(data)["message"])
+        except (ValueError, KeyError, TypeError):
+            # That a rank failed is known from the name.
+            message = f"{storage.url}/{folder}{entry} is not readable"
+        messages[int(match[1])] = message
+    return messages
+
+
+def committed_by(storage: Storage) -> str | None:
+    """Return the id of the save that published the checkpoint of all ranks.
+
+    Reads all of `.metadata`, and its record, whatever version wrote it.
+
+    Args:
+        storage: The checkpoint's directory.
+
+    Returns:
+        The id, as `publish` was told; None without a checkpoint, for one of another tool, and for one that is
+        replaced again and again meanwhile.
+
+    Raises:
+        IntegrityError: The record is unreadable; `file` is filled.
+        WriteError: The storage refuses.
+    """
+    for _ in range(_SETTLE_ATTEMPTS):
+        try:
+            metadata = storage.read(METADATA)
+            if metadata is None:
+                return None
+            name = _record_name(metadata)
+            record = storage.read(name)
+            if record is not None:
+                save_id = _parse_object(storage, name, record).get("save_id")
+                return None if save_id is None else str(save_id)
+            # The next save may have published, and swept the record, between the two reads.
+            if storage.read(METADATA) == metadata:
+                return None
+        except WriteError as error:
+            # NFS: another host replaced the file after it was opened here.
+            if error.errno != errno.ESTALE:
+                raise
+    return None
 
 
 def claim(storage: Storage, save_id: str) -> None:
@@ -147,11 +296,12 @@ def publish(
                 )
     record = {
         "version": _VERSION,
+        "save_id": save_id,
         "metadata": metadata_name(rank),
         "manifests": [{"name": ref.name, "sha256": ref.sha256} for ref in manifests],
         **(details or {}),
     }
-    storage.put(_record_name(metadata), json.dumps(record, separators=(",", ":")).encode())
+    storage.put(_record_name(metadata), _to_json(record))
     # Looked for before the last check: what a save that claims the directory later writes is not among it.
     stale = _stale(storage, metadata, manifests, rank)
     _check_owner(storage, save_id, rank)
@@ -191,7 +341,7 @@ def metadata_name(rank: int | None) -> str:
     return METADATA if rank is None else f"__{rank}{METADATA}"
 
 
-def _record_name(metadata: bytes) -> str:
+def _record_name(metadata: bytes | bytearray) -> str:
     return f"{FOLDER}commit-{hashlib.sha256(metadata).hexdigest()}.json"
 
 
@@ -211,16 +361,17 @@ def _stale(
 
 def _stale_records(storage: Storage, keep: set[str], keep_folders: set[str], rank: int | None) -> list[str]:
     stale = []
+    prefixes = ("",) if rank is None else (f"rank-{rank:05}.", f"failed-rank-{rank:05}.")
     for entry in storage.list(FOLDER):
         name = FOLDER + entry
         if name in keep or name in keep_folders:
             continue
         if entry.endswith("/"):
-            manifests = storage.list(name)
-            ours = [inner for inner in manifests if rank is None or inner.startswith(f"rank-{rank:05}.")]
+            inners = storage.list(name)
+            ours = [inner for inner in inners if inner.startswith(prefixes)]
             stale += [name + inner for inner in ours]
             # An empty folder may be one that another rank has just made.
-            if len(ours) == len(manifests) and (ours or rank is None):
+            if len(ours) == len(inners) and (ours or rank is None):
                 stale.append(name)
         elif rank is None or _belongs_to(storage, name, rank):
             stale.append(name)
@@ -249,7 +400,7 @@ class Integrity:
         items: For each (file, offset): size in bytes and checksums of the blocks.
     """
 
-    def __init__(self, url: str, items: dict[tuple[str, int], tuple[int, list[int]]]) -> None:
+    def __init__(self, url: str, items: dict[tuple[str, int], tuple[int, Sequence[int]]]) -> None:
         self._url = url
         self._items = items
 
@@ -304,7 +455,7 @@ def load_integrity(storage: Storage, metadata: bytes) -> Integrity | None:
     record = storage.read(record_name)
     if record is None:
         return None
-    items: dict[tuple[str, int], tuple[int, list[int]]] = {}
+    items: dict[tuple[str, int], tuple[int, Sequence[int]]] = {}
     parsed = _parse(storage, record_name, record)
     if "manifests" not in parsed:
         raise IntegrityError(f"{storage.url}/{record_name} names no manifests", file=record_name)
@@ -319,23 +470,64 @@ def load_integrity(storage: Storage, metadata: bytes) -> Integrity | None:
                 file=ref["name"], expected=ref["sha256"], found=found,
             )  # fmt: skip
         manifest = _parse(storage, ref["name"], data)
-        names = list(manifest["files"])
-        for file, offset, size, checksums in zip(
-            manifest["item_files"], manifest["offsets"], manifest["sizes"], manifest["checksums"], strict=True
-        ):
-            items[names[file], offset] = (size, checksums)
+        try:
+            _add_checksums(items, manifest)
+        except (ValueError, LookupError, TypeError) as error:
+            raise IntegrityError(
+                f"{storage.url}/{ref['name']} contradicts itself: {error}", file=ref["name"]
+            ) from error
     return Integrity(storage.url, items)
 
 
+def _add_checksums(items: dict[tuple[str, int], tuple[int, Sequence[int]]], manifest: dict[str, Any]) -> None:
+    """Add to `items`, as `Integrity` takes them, those of a parsed manifest.
+
+    Raises:
+        ValueError: The checksums do not fit the items.
+    """
+    names = list(manifest["files"])
+    table = manifest["items"]
+    spans: list[list[tuple[int, int]]] = [[] for _ in names]
+    for file, offset, size in zip(table["item_files"], table["offsets"], table["sizes"], strict=True):
+        spans[file].append((offset, size))
+    columns = [base64.b64decode(text, validate=True) for text in manifest["checksums"]]
+    has_checksums = any(columns)
+    for name, file_spans, packed in zip(names, spans, columns, strict=True):
+        found, rest = divmod(len(packed), _CHECKSUM_BYTES)
+        checksums = struct.unpack_from(f"<{found}I", packed)
+        start = 0
+        for offset, size in sorted(file_spans):
+            end = start + _num_blocks(offset, size) if has_checksums else start
+            items[name, offset] = (size, checksums[start:end])
+            start = end
+        if start != found or rest:
+            raise ValueError(f"{len(packed)} bytes of checksums for the {start} blocks in {name}")
+
+
+def _num_blocks(offset: int, nbytes: int) -> int:
+    """Return how many spans `block_spans` yields."""
+    if nbytes == 0:
+        return 0
+    return (offset + nbytes - 1) // CHECKSUM_BLOCK_BYTES - offset // CHECKSUM_BLOCK_BYTES + 1
+
+
 def _parse(storage: Storage, name: str, data: bytearray) -> dict[str, Any]:
-    try:
-        parsed = json.loads(data)
-        version = parsed["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{storage.url}/{name} is not readable: {error}", file=name) from error
+    parsed = _parse_object(storage, name, data)
+    version = parsed.get("version")
+    if version is None:
+        raise IntegrityError(f"{storage.url}/{name} is not readable: it has no version", file=name)
     if version != _VERSION:
         raise CheckpointError(
             f"{storage.url}/{name} has version {version}; this distckpt reads version {_VERSION}"
         )
-    assert isinstance(parsed, dict)
+    return parsed
+
+
+def _parse_object(storage: Storage, name: str, data: bytearray) -> dict[str, Any]:
+    try:
+        parsed = json.loads(data)
+    except ValueError as error:
+        raise IntegrityError(f"{storage.url}/{name} is not readable: {error}", file=name) from error
+    if not isinstance(parsed, dict):
+        raise IntegrityError(f"{storage.url}/{name} is not readable: it holds no object", file=name)
     return parsed

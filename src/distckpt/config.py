@@ -10,6 +10,7 @@ Torch-free.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import logging
 import os
@@ -17,10 +18,12 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
+from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Any
 
 from distckpt.errors import ConfigError, DistckptWarning
+from distckpt.priority import parse_cores
 
 __all__ = ["CheckpointConfig", "add_arguments", "local_ranks", "warn_async_workers"]
 
@@ -40,6 +43,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
+_ONLINE_CORES = Path("/sys/devices/system/cpu/online")
 # Source: docs/adr/0001 (a worker started by exec, without torch).
 _WORKER_RSS_MIB = 13
 
@@ -112,6 +116,23 @@ def _check_memory(name: str, value: object) -> object:
     return value
 
 
+def _check_cores(name: str, value: object) -> str:
+    expected = "a list of cores such as '8-15,24'"
+    if not isinstance(value, str):
+        raise _refuse(name, value, expected)
+    try:
+        cores = parse_cores(value)
+    except ValueError:
+        raise _refuse(name, value, expected) from None
+    if cores and not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(f"{name}: this operating system does not pin processes to cores, got {value!r}")
+    missing = sorted(set(cores) - _online_cores())
+    if missing:
+        listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        raise ConfigError(f"{name}: this machine has no core {listed} online, got {value!r}")
+    return value.strip()
+
+
 def _describe(
     text: str,
     check: Callable[[str, object], object],
@@ -139,6 +160,15 @@ class CheckpointConfig:
             _check_workers,
             int,
             "N",
+        ),
+    )
+    ckpt_worker_cores: str = field(
+        default="",
+        metadata=_describe(
+            "cores that the worker processes of all ranks of the machine run on, as 8-15,24; empty: wherever "
+            "the trainer may run",
+            _check_cores,
+            metavar="LIST",
         ),
     )
     async_save: bool = field(
@@ -215,6 +245,11 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for one in fields(self):
             object.__setattr__(self, one.name, one.metadata["check"](one.name, getattr(self, one.name)))
+        if self.ckpt_worker_cores and self.dist_ckpt_workers == 1:
+            raise ConfigError(
+                f"ckpt_worker_cores: only worker processes can be pinned, got {self.ckpt_worker_cores!r}: "
+                "dist_ckpt_workers=1 writes in the calling process"
+            )
         if self.async_save and self.dist_ckpt_workers > 1:
             # From here through __post_init__ and __init__ to the caller.
             warn_async_workers(self.dist_ckpt_workers, stacklevel=4)
@@ -291,6 +326,14 @@ class CheckpointConfig:
         nbytes, fraction = _parse_memory("ckpt_host_memory", self.ckpt_host_memory)
         return nbytes or int(available_bytes * fraction) // local_world_size
 
+    def worker_cores(self) -> tuple[int, ...]:
+        """Resolve `ckpt_worker_cores`.
+
+        Returns:
+            The cores, ascending, that every worker process is to run on; none: those that it inherits.
+        """
+        return parse_cores(self.ckpt_worker_cores)
+
 
 def _refuse_unknown(settings: Mapping[str, object]) -> None:
     known = [one.name for one in fields(CheckpointConfig)]
@@ -329,7 +372,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 type=_flag_type(one),
                 default=one.default,
                 metavar=one.metadata["metavar"],
-                help=f"{text} (default: %(default)s)",
+                help=text if one.default == "" else f"{text} (default: %(default)s)",
             )
     for flag in _UNAVAILABLE_FLAGS:
         if flag not in taken:
@@ -397,6 +440,13 @@ def local_ranks() -> int:
         if value.isdecimal() and int(value) > 0:
             return int(value)
     return 1
+
+
+def _online_cores() -> set[int]:
+    # Not those of this process: its affinity may be what keeps the trainer off the cores of its workers.
+    with contextlib.suppress(OSError, ValueError):
+        return set(parse_cores(_ONLINE_CORES.read_text()))
+    return set(range(os.cpu_count() or 1))
 
 
 def _cores() -> int:

@@ -18,6 +18,7 @@ import io
 import logging
 import os
 import pickle
+import struct
 import sys
 import threading
 import time
@@ -46,6 +47,7 @@ from torch.futures import Future as TorchFuture
 
 from distckpt import observe
 from distckpt.commit import (
+    ItemTable,
     Manifest,
     ManifestRef,
     claim,
@@ -474,7 +476,6 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             manifests=manifests,
             rank=None if participant.use_collectives else participant.rank,
             details={
-                "save_id": save.save_id,
                 "world": len(results),
                 "format": self._config.ckpt_format,
                 "seconds": round(time.monotonic() - save.started, 3),
@@ -565,6 +566,9 @@ def _manifest(
         if end > files.get(place.file, -1):
             files[place.file] = end
     numbers = {name: number for number, name in enumerate(files)}
+    packed: list[list[Placement]] = [[] for _ in files]
+    for place in placements:
+        packed[numbers[place.file]].append(place)
     fqns = [item.index.fqn for item in write_items]
     return Manifest(
         save_id=save_id,
@@ -579,13 +583,21 @@ def _manifest(
             ],
         ),
         files=files,
-        fqns=fqns,
-        chunks=[item.index.offset for item in write_items],
-        item_files=[numbers[place.file] for place in placements],
-        offsets=[place.offset for place in placements],
-        sizes=[place.nbytes for place in placements],
-        checksums=[place.checksums for place in placements],
+        checksums=[_pack_checksums(places) for places in packed],
+        items=ItemTable(
+            fqns=fqns,
+            chunks=[item.index.offset for item in write_items],
+            item_files=[numbers[place.file] for place in placements],
+            offsets=[place.offset for place in placements],
+            sizes=[place.nbytes for place in placements],
+        ),
     )
+
+
+def _pack_checksums(places: list[Placement]) -> bytes:
+    ordered = sorted(places, key=lambda place: place.offset)
+    checksums = [value for place in ordered for value in place.checksums]
+    return struct.pack(f"<{len(checksums)}I", *checksums)
 
 
 def _merge(

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distckpt.commit import (
     METADATA,
     Integrity,
+    ItemTable,
     Manifest,
     ManifestRef,
     claim,
+    committed_by,
+    failures,
     load_integrity,
+    manifest_name,
     plan_digest,
     publish,
+    read_ref,
     refuse_part,
+    report_failure,
     write_manifest,
 )
 from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
@@ -36,17 +46,19 @@ def storage(tmp_path: Path) -> Storage:
     return opened
 
 
+def pack(checksums: Iterable[int]) -> bytes:
+    return b"".join(struct.pack("<I", value) for value in checksums)
+
+
 def write_rank(storage: Storage, save_id: str, rank: int, data: bytes) -> ManifestRef:
     """Write what one rank does: an image of one item, and its manifest."""
     name = f"__{rank}_0.distcp"
     image = storage.create_image([name, f"{name}.{save_id}"])
     image.write(0, [memoryview(data)])
     image.finish(len(data))
-    manifest = Manifest(
-        save_id, rank, "torch_dist", "digest", {image.name: len(data)}, [f"weight{rank}"], [[0]]
-    )
-    manifest.item_files, manifest.offsets, manifest.sizes = [0], [0], [len(data)]
-    manifest.checksums = [[checksum(data[at : at + size]) for at, size in block_spans(0, len(data))]]
+    packed = pack(checksum(data[at : at + size]) for at, size in block_spans(0, len(data)))
+    items = ItemTable([f"weight{rank}"], [[0]], [0], [0], [len(data)])
+    manifest = Manifest(save_id, rank, "torch_dist", "digest", {image.name: len(data)}, [packed], items)
     return write_manifest(storage, manifest)
 
 
@@ -232,8 +244,9 @@ def test_an_error_of_any_call_leaves_old_or_new(tmp_path: Path, caplog: pytest.L
         ),
         (lambda manifest, record: record.write_bytes(b"{}"), IntegrityError),
         (lambda manifest, record: record.write_bytes(b"[]"), IntegrityError),
-        (lambda manifest, record: record.write_bytes(b'{"version": 1}'), IntegrityError),
+        (lambda manifest, record: record.write_bytes(b'{"version": 2}'), IntegrityError),
         (lambda manifest, record: record.write_bytes(record.read_bytes()[:-9]), IntegrityError),
+        (lambda manifest, record: record.write_bytes(b"[] []"), IntegrityError),
         (lambda manifest, record: record.write_bytes(b'{"version": 99, "manifests": []}'), CheckpointError),
     ],
 )
@@ -247,6 +260,215 @@ def test_damaged_records_are_found(
     )
     with pytest.raises(error):
         load_integrity(storage, metadata)
+
+
+@pytest.mark.parametrize("name", ["commit-*.json", "0a/rank-00000.json"])
+def test_another_version_is_refused_by_name(storage: Storage, tmp_path: Path, name: str) -> None:
+    metadata = save(storage, "0a")
+    path, record = (next((tmp_path / ".distckpt").glob(pattern)) for pattern in (name, "commit-*.json"))
+    before = path.read_bytes()
+    after = before.replace(b'"version":2', b'"version":1')
+    path.write_bytes(after)
+    old, new = (hashlib.sha256(data).hexdigest() for data in (before, after))
+    record.write_text(record.read_text().replace(old, new))
+    with pytest.raises(CheckpointError, match=rf"{path.name} has version 1; .* reads version 2"):
+        load_integrity(storage, metadata)
+
+
+def commit_manifest(storage: Storage, data: bytes) -> bytes:
+    """Commit `data` as the manifest of a save that wrote no files; returns the metadata."""
+    name = manifest_name("0a", 0)
+    storage.put(name, data)
+    claim(storage, "0a")
+    refs = [ManifestRef(name, hashlib.sha256(data).hexdigest(), {})]
+    publish(storage, b"metadata", save_id="0a", manifests=refs)
+    return b"metadata"
+
+
+SIZES = st.one_of(
+    st.integers(0, 200),
+    st.integers(-2, 2).map(lambda delta: CHECKSUM_BLOCK_BYTES + delta),
+    st.integers(0, 4 * CHECKSUM_BLOCK_BYTES),
+)
+LAYOUTS = st.lists(st.lists(st.tuples(SIZES, SIZES), max_size=6), min_size=1, max_size=4)
+"""For each file: gaps of at least one byte, and what follows each, in bytes."""
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layout=LAYOUTS, has_checksums=st.booleans(), random=st.randoms(use_true_random=False))
+def test_checksums_come_back_for_any_layout(
+    storage: Storage, layout: list[list[tuple[int, int]]], has_checksums: bool, random: Random
+) -> None:
+    expected: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
+    rows, columns = [], []
+    for index, file in enumerate(layout):
+        end = 0
+        values: list[int] = []
+        for gap, size in file:
+            offset = end + gap
+            end = offset + size + 1
+            blocks = tuple(random.getrandbits(32) for _ in block_spans(offset, size))
+            expected[f"__0_{index}.distcp", offset] = (size, blocks if has_checksums else ())
+            rows.append((index, offset, size))
+            values += blocks
+        columns.append(pack(values) if has_checksums else b"")
+    random.shuffle(rows)
+    items = ItemTable(
+        [f"weight\udc80{row}" for row in range(len(rows))],
+        [None if row % 2 else (row, 0) for row in range(len(rows))],
+        *([row[column] for row in rows] for column in range(3)),
+    )
+    files = {f"__0_{index}.distcp": 1 for index in range(len(layout))}
+    manifest = Manifest("0a", 0, "torch_dist", "digest", files, columns, items)
+    integrity = load_integrity(storage, commit_manifest(storage, manifest.to_json()))
+    assert integrity is not None
+    assert integrity._items == expected
+    read = read_ref(storage, "0a", 0)
+    assert read is not None
+    assert read[1]["items"]["fqns"] == items.fqns
+    assert list(read[0].files) == list(files)
+
+
+@pytest.mark.parametrize(
+    ("checksums", "sizes"),
+    [
+        ([bytes(4), bytes(8)], [1, 1]),
+        ([bytes(4), b""], [1, 1]),
+        ([bytes(4), bytes(3)], [1, 1]),
+        ([bytes(4), bytes(5)], [1, 1]),
+        ([bytes(4), bytes(4)], [1, 0]),
+        ([bytes(4), bytes(4)], [1, CHECKSUM_BLOCK_BYTES + 1]),
+        ([b"", b""], [1]),
+    ],
+)
+def test_checksums_that_do_not_fit_the_items_are_found(
+    storage: Storage, checksums: list[bytes], sizes: list[int]
+) -> None:
+    items = ItemTable(["a", "b"], [[0], [0]], [0, 1], [0, 0], sizes)
+    manifest = Manifest("0a", 0, "torch_dist", "digest", {"a": 1, "b": 1}, checksums, items)
+    metadata = commit_manifest(storage, manifest.to_json())
+    with pytest.raises(IntegrityError, match=r"rank-00000\.json contradicts itself") as caught:
+        load_integrity(storage, metadata)
+    assert caught.value.file == manifest_name("0a", 0)
+
+
+def test_items_are_encoded_once_for_all_saves() -> None:
+    items = ItemTable(["a"], [[0]], [0], [0], [4])
+    first = Manifest("0a", 0, "torch_dist", "digest", {"a": 4}, [b"abcd"], items)
+    before = json.loads(first.to_json())
+    encoded = items.json
+    items.fqns.append("not looked at again")
+    second = Manifest("0b", 0, "torch_dist", "digest", {"b": 4}, [b"efgh"], items)
+    after = json.loads(second.to_json())
+    assert items.json is encoded
+    assert before.pop("items") == after.pop("items") == json.loads(encoded)
+    assert (before.pop("save_id"), after.pop("save_id")) == ("0a", "0b")
+    assert (before.pop("files"), after.pop("files")) == ({"a": 4}, {"b": 4})
+    assert (before.pop("checksums"), after.pop("checksums")) == (["YWJjZA=="], ["ZWZnaA=="])
+    assert before == after == {"version": 2, "rank": 0, "format": "torch_dist", "plan": "digest"}
+
+
+def test_a_manifest_is_read_back_by_rank(storage: Storage, tmp_path: Path) -> None:
+    assert read_ref(storage, "0a", 3) is None
+    ref = write_rank(storage, "0a", 3, b"data")
+    read = read_ref(storage, "0a", 3)
+    assert read is not None
+    assert read[0] == ref
+    assert read[1]["plan"] == "digest"
+    assert read_ref(storage, "0b", 3) is None
+    path = tmp_path / manifest_name("0a", 3)
+    for damaged in (b"", b"[]", b'{"version":2}', path.read_bytes()[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(IntegrityError) as caught:
+            read_ref(storage, "0a", 3)
+        assert caught.value.file == manifest_name("0a", 3)
+    path.write_bytes(b'{"version":1}')
+    with pytest.raises(CheckpointError, match="reads version 2"):
+        read_ref(storage, "0a", 3)
+
+
+def test_failures_are_listed_by_rank(storage: Storage, tmp_path: Path) -> None:
+    assert failures(storage, "0a") == {}
+    write_rank(storage, "0a", 0, b"data")
+    report_failure(storage, "0a", 123456, "no space left [ENOSPC] \udc80")
+    report_failure(storage, "0a", 7, "first")
+    report_failure(storage, "0a", 7, "again")
+    report_failure(storage, "0b", 1, "another save")
+    assert failures(storage, "0a") == {7: "again", 123456: "no space left [ENOSPC] \udc80"}
+    for damaged in (b"", b"[]", b"{}"):
+        (tmp_path / ".distckpt/0b/failed-rank-00001.json").write_bytes(damaged)
+        assert "not readable" in failures(storage, "0b")[1]
+
+
+def test_reports_of_failures_are_swept(storage: Storage, tmp_path: Path) -> None:
+    for save_id in ("0a", "0b"):
+        for rank in (1, 11):
+            report_failure(storage, save_id, rank, "failed")
+    ref = write_rank(storage, "0c", 1, b"data")
+    publish(storage, b"part", save_id="0c", manifests=[ref], rank=1)
+    assert set(failures(storage, "0a")) == set(failures(storage, "0b")) == {11}
+    save(storage, "0d")
+    assert {path.name for path in (tmp_path / ".distckpt").iterdir() if path.is_dir()} == {"0d"}
+
+
+def test_who_committed_is_known(storage: Storage, tmp_path: Path) -> None:
+    assert committed_by(storage) is None
+    save(storage, "0a")
+    claim(storage, "0b")
+    write_rank(storage, "0b", 0, b"not published")
+    assert committed_by(storage) == "0a"
+    save(storage, "0c")
+    assert committed_by(storage) == "0c"
+    record = next((tmp_path / ".distckpt").glob("commit-*.json"))
+    record.write_bytes(b'{"version":1,"save_id":"00"}')
+    assert committed_by(storage) == "00", "an older checkpoint can be waited over"
+    record.write_bytes(b'{"version":1}')
+    assert committed_by(storage) is None
+    record.write_bytes(b"{")
+    with pytest.raises(IntegrityError, match=r"commit-.* is not readable"):
+        committed_by(storage)
+    (tmp_path / METADATA).write_bytes(b"of another tool")
+    assert committed_by(storage) is None
+
+
+class RacingStorage(FaultyStorage):
+    """Before each read of a commit record, another save publishes; or the file that was opened is gone."""
+
+    def __init__(self, inner: Storage, race: Callable[[], object]) -> None:
+        super().__init__(inner, 0)
+        self.race = race
+
+    def step(self, what: str) -> None:
+        self.calls += 1
+        if what.startswith("read .distckpt/commit-"):
+            self.race()
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_looked_at_again(storage: Storage) -> None:
+    save(storage, "0a")
+    newer = iter(["0b"])
+    racing = RacingStorage(storage, lambda: [save(storage, save_id) for save_id in newer])
+    assert committed_by(racing) == "0b"
+    newer = iter([f"{number:x}" for number in range(100, 200)])
+    racing = RacingStorage(storage, lambda: save(storage, next(newer)))
+    assert committed_by(racing) is None, "it is not looked at without end"
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_a_file_replaced_on_another_host_is_opened_again(storage: Storage, code: int) -> None:
+    save(storage, "0a")
+    errors = iter([WriteError("cannot read", errno=code)])
+
+    def fail() -> None:
+        for error in errors:
+            raise error
+
+    racing = RacingStorage(storage, fail)
+    if code == errno.ESTALE:
+        assert committed_by(racing) == "0a"
+        return
+    with pytest.raises(WriteError):
+        committed_by(racing)
 
 
 def integrity_of(data: bytes, offset: int) -> Integrity:

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from distckpt.errors import ConfigError, DistckptWarning
 
 DEFAULTS: dict[str, object] = {
     "dist_ckpt_workers": 1,
+    "ckpt_worker_cores": "",
     "async_save": False,
     "distributed_timeout_minutes": 10.0,
     "ckpt_format": "torch_dist",
@@ -31,6 +33,7 @@ DEFAULTS: dict[str, object] = {
 }
 FLAGS = {
     "--dist-ckpt-workers",
+    "--ckpt-worker-cores",
     "--async-save",
     "--distributed-timeout-minutes",
     "--ckpt-format",
@@ -88,6 +91,13 @@ def test_every_field_describes_itself() -> None:
     ("name", "value"),
     [
         *(("dist_ckpt_workers", value) for value in (0, -1, True, 1.0, "2", None)),
+        *(
+            ("ckpt_worker_cores", value)
+            for value in (
+                *(None, 1, [0], ",", "0,", "-1", "1-0", "0-", "0-3:2", "0 1", "all", "0x1", "\u0661"),
+                *("9" * 9, "0-" + "9" * 5000),
+            )
+        ),
         *(("async_save", value) for value in (1, 0, "yes", None)),
         *(
             ("distributed_timeout_minutes", value)
@@ -160,6 +170,66 @@ def test_build_lets_settings_override_the_config() -> None:
         CheckpointConfig.build({"dist_ckpt_workers": 2}, {})  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the machine have cores 0 to 9 and 12."""
+    path = tmp_path / "online"
+    path.write_text("0-9,12\n")
+    monkeypatch.setattr(config_module, "_ONLINE_CORES", path)
+    return path
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", ()),
+        (" ", ()),
+        ("7", (7,)),
+        ("12,3-5", (3, 4, 5, 12)),
+        (" 4-4,4 ", (4,)),
+    ],
+)
+def test_worker_cores(value: str, expected: tuple[int, ...]) -> None:
+    # Not compared with what this process may use: trainers are pinned to be off the workers' cores.
+    assert make(ckpt_worker_cores=value, dist_ckpt_workers=2).worker_cores() == expected
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize(
+    ("value", "named"), [("11", "11"), ("0-3,10,12-14", "10, 13, 14"), ("13-99", "13, 14, .*, 20, ...")]
+)
+def test_core_that_the_machine_lacks_is_named(value: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^ckpt_worker_cores: this machine has no core {named} online"):
+        make(ckpt_worker_cores=value, dist_ckpt_workers=2)
+
+
+@pytest.mark.parametrize("content", [None, "?"])
+def test_cores_are_counted_where_no_list_of_them_can_be_read(
+    content: str | None, online: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content is None:
+        online.unlink()
+    else:
+        online.write_text(content)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert make(ckpt_worker_cores="0-1", dist_ckpt_workers=2).worker_cores() == (0, 1)
+    with pytest.raises(ConfigError, match="no core 2 online"):
+        make(ckpt_worker_cores="2", dist_ckpt_workers=2)
+
+
+def test_worker_cores_without_effect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"only worker processes can be pinned.*dist_ckpt_workers=1 writes in"
+    ):
+        make(ckpt_worker_cores="0")
+    with pytest.raises(ConfigError, match="only worker processes"):
+        CheckpointConfig.from_args(parse("--ckpt-worker-cores", "0"))
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(ConfigError, match="does not pin processes"):
+        make(ckpt_worker_cores="0", dist_ckpt_workers=2)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -221,6 +291,8 @@ def test_flags_reach_the_config() -> None:
         log_level="debug",
     )
     assert CheckpointConfig.from_args(parse()) == CheckpointConfig()
+    pinned = CheckpointConfig.from_args(parse("--dist-ckpt-workers", "2", "--ckpt-worker-cores", "0"))
+    assert pinned == CheckpointConfig(dist_ckpt_workers=2, ckpt_worker_cores="0")
 
 
 @pytest.mark.parametrize(
@@ -228,6 +300,8 @@ def test_flags_reach_the_config() -> None:
     [
         (["--dist-ckpt-workers", "0"], "an integer of at least 1"),
         (["--dist-ckpt-workers", "two"], "an integer of at least 1"),
+        (["--ckpt-worker-cores", "all"], "a list of cores"),
+        (["--ckpt-worker-cores", "99999"], "no core 99999 online"),
         (["--ckpt-format", "zarr"], "'zarr' is not available in this version of distckpt"),
         *(
             ([flag], f"{flag}: not available in this version of distckpt")

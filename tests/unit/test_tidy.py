@@ -19,11 +19,12 @@ SOURCE = ROOT / "src" / "distckpt"
 # A module imports from lower layers only. Modules that are listed and do not exist yet are planned.
 LAYERS = [
     ["errors"],
+    ["priority"],
     ["config", "observe"],
     ["arena", "storage"],
     ["worker"],
     ["formats", "geometry"],
-    ["plan", "coordination"],
+    ["plan", "coordination", "device"],
     ["commit", "staging", "lanes"],
     ["engine"],
     ["writer", "reader"],
@@ -31,7 +32,7 @@ LAYERS = [
     ["cli", "integrations"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-TORCH_FREE = ["errors", "config", "observe", "arena", "storage", "worker", "commit", "lanes"]
+TORCH_FREE = ["errors", "priority", "config", "observe", "arena", "storage", "worker", "commit", "lanes"]
 # Their client libraries and the like are imported when they are used; a worker must not pay for them.
 LAZY = ["boto3", "fsspec", "multiprocessing", "numpy", "obstore", "s3fs", "tensorstore", "torch", "zarr"]
 # `integrations` has no door: it is one file for each framework.
