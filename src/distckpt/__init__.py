@@ -13,11 +13,13 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointConfig",
     "CheckpointError",
+    "Checkpointer",
     "CommitError",
     "ConfigError",
     "DistckptWarning",
     "IntegrityError",
     "MissingRanks",
+    "SaveHandle",
     "StagingError",
     "StorageReader",
     "StorageWriter",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from distckpt.checkpointer import Checkpointer, SaveHandle
     from distckpt.config import CheckpointConfig, add_arguments
     from distckpt.errors import (
         CheckpointError,
@@ -47,6 +50,8 @@ if not TYPE_CHECKING:
     _MODULES = {
         "CheckpointConfig": "config",
         "add_arguments": "config",
+        "Checkpointer": "checkpointer",
+        "SaveHandle": "checkpointer",
         "StorageReader": "reader",
         "StorageWriter": "writer",
     }

@@ -48,6 +48,7 @@ MIN_SLAB_BYTES = 128 << 20
 # in 16 of them.
 _MOST_BUILDERS = 16
 _WINDOW_STEP_BYTES = 4 << 20
+_MOST_WINDOW_BYTES = 8 * _WINDOW_STEP_BYTES
 _RETRY_S = 0.01
 _BUILD_RETRY_S = 0.001
 _CALL_S = 10.0
@@ -264,8 +265,10 @@ def _abandon(waiting: list[tuple[int, Future[int]]]) -> None:
 
 
 def _slab_bytes(nbytes: int) -> int:
-    # As many slabs as threads build at once, neither tiny nor too large to be given back one by one.
-    return min(max(align(-(-nbytes // _MOST_BUILDERS), PAGE_BYTES), MIN_SLAB_BYTES), SLAB_BYTES)
+    # Neither tiny nor too large to be given back one by one.
+    # A multiple of the largest window, so that windows fill a slab without a remainder. Two for each thread:
+    # the first half is registered, which is done for one slab at a time, while the second is populated.
+    return min(max(align(-(-nbytes // (2 * _MOST_BUILDERS)), _MOST_WINDOW_BYTES), MIN_SLAB_BYTES), SLAB_BYTES)
 
 
 class Arena:
@@ -319,6 +322,24 @@ class Arena:
     @property
     def _held_bytes(self) -> int:
         return sum(slab.nbytes for slab in list(self.slabs.values()))
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the slabs that nobody has reserved."""
+        with self._lock:
+            self._take_back()
+            return sum(nbytes for free in self._free.values() for _, nbytes in free)
+
+    @property
+    def is_building(self) -> bool:
+        """Whether slabs are under construction."""
+        return bool(self._building or self._planned)
+
+    @staticmethod
+    def remainder_bytes(nbytes: int, piece_bytes: int) -> int:
+        """Return what may be left over at the ends of the slabs for `nbytes` in pieces of `piece_bytes`."""
+        slab_bytes = _slab_bytes(nbytes)
+        return -(-nbytes // slab_bytes) * min(piece_bytes, slab_bytes // 2)
 
     def check(self, nbytes: int) -> None:
         """Refuse what the machine cannot give, before any of it is taken.

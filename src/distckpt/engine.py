@@ -1,54 +1,70 @@
-"""One save as a state machine over the rooms below: frame, pack, fill or find, write, account.
+"""One save as a state machine over the rooms below: lay out, stage, write, account.
 
-    framed  ->  packed into files  ->  ranges: filled -> submitted -> acknowledged  ->  manifest
+    items  ->  image  ->  parts: staged -> pushed -> written  ->  what the manifest says
+
+Two ways through host memory. A `Residence` holds the whole image: it is staged in one go, again and again,
+and written while training goes on. Otherwise parts pass through a ring of slots, each used again as soon as
+its part was written (waves), so that any state goes through any budget.
 
 Invariants:
-    * A range returns to the arena only after its lane acknowledged it, or can no longer touch it.
-    * At most `depth + 1` ranges of a lane are filled and not acknowledged: one is copied while it writes.
-    * After a failure nothing of the save is left to lanes, and the next save starts clean.
+    * Memory of a save is used again only after its lanes have written it, or can no longer touch it.
+    * In a save from a residence nothing here is done for each item, and little for each part.
+    * After a failure nothing of the save is left to lanes or on storage, and the next save starts clean.
 
-Threads: `write` runs one save at a time, on whatever thread calls it; `stage` may run meanwhile on another.
+Threads: `write` and `write_staged` run one save at a time, on whatever thread calls them; `stage` and
+`Residence.stage` may run meanwhile on another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
-import itertools
 import logging
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distckpt import observe
-from distckpt.arena import Arena, Range, available_memory
+from distckpt.arena import PAGE_BYTES, Arena, Range, align, available_memory
 from distckpt.config import local_ranks
 from distckpt.coordination import ProgressDeadline
-from distckpt.errors import StagingError, WorkerDied, WriteError
-from distckpt.formats import Format, lay_out, open_format
+from distckpt.device import Transfer
+from distckpt.errors import WorkerDied, WriteError
+from distckpt.formats import Format, open_format
+from distckpt.image import Image, lay_out_image
 from distckpt.lanes import Lanes, open_lanes
-from distckpt.plan import pack
-from distckpt.staging import CopyTicket, Item, StagedUse, Stager
-from distckpt.worker import CHECKSUM_BLOCK_BYTES, ZEROS, Ack, Task, block_spans
+from distckpt.staging import CopyTicket, HostCopy, Item, StagedUse, Stager
+from distckpt.worker import CHECKSUM_BLOCK_BYTES, Board, Job, Part, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
+    from concurrent.futures import Future
+
+    import torch
 
     from distckpt.arena import Slab
     from distckpt.config import CheckpointConfig
     from distckpt.storage import Storage
 
 _LOG = logging.getLogger(__name__)
-_MAX_PIECES = 4096
-_WAIT_FOR_COPY_S = 0.0005
+_WAIT_FOR_SLOT_S = 0.001
 _WAIT_FOR_LANE_S = 0.2
 _ABORT_S = 5.0
-_COLLECT_S = 1.0
+_GROUP_BYTES = 128 << 20
+"""Parts of about this size together are staged in waves before lanes are told."""
+_RESIDENT_GROUP_BYTES = 512 << 20
+"""The same in a residence: a word costs the copy engine 70 microseconds, a percent of 512 MiB."""
+_SLOTS_PER_LANE = 4
+_FRAME_BYTES = 2048
+"""About what surrounds a tensor in a file, alignment included."""
+_PREPARED_BYTES = 128 << 20
+"""Less than this is not worth threads that build it."""
 
 
 @contextlib.contextmanager
@@ -66,49 +82,238 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(slots=True)
-class Placement:
-    """Where an item came to lie.
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote.
 
     Attributes:
-        file: Name of its file.
-        offset: Bytes from the start of the file.
-        nbytes: Bytes, framing included.
-        checksums: CRC32C of each of its blocks; empty without checksums.
+        image: Which item lies where in which file.
+        names: Name of each file.
+        checksums: For each file, as `commit.Manifest` takes them; empty without checksums.
     """
 
-    file: str
-    offset: int
-    nbytes: int
-    checksums: list[int] = field(default_factory=list)
-
-
-@dataclass
-class _File:
-    """A bucket on its way to storage."""
-
-    lane: int
+    image: Image
     names: tuple[str, ...]
-    indices: list[int]
-    items: list[Item]
-    offsets: list[int]
-    nbytes: int
-    placements: list[Placement]
+    checksums: list[bytes]
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Size in bytes of each file, by name."""
+        return {name: file.nbytes for name, file in zip(self.names, self.image.files, strict=True)}
 
 
-@dataclass
-class _Work:
-    """Part of a file: what a task will say, and which items its checksums belong to."""
+class Residence:
+    """The image of one rank, whole, in host memory; made by `Engine.reside`.
 
-    file: _File
-    low: int
-    high: int
-    spans: list[int] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    pieces: list[tuple[int, int, int]] = field(default_factory=list)
-    is_last: bool = False
-    range: Range | None = None
-    ticket: CopyTicket | None = None
+    Args:
+        arena: Where it gets its memory.
+        stager: Fills it.
+        image: What it holds; none of its items is staged yet.
+        plan_id: For the lanes.
+        late: Numbers of the items that `stage` may copy after it returned.
+        timeout_s: Seconds that the wait for memory may take.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        stager: Stager,
+        image: Image,
+        *,
+        plan_id: int,
+        late: Collection[int],
+        timeout_s: float,
+    ) -> None:
+        self.image = image
+        self.plan_id = plan_id
+        self.plan: Plan | None = None
+        self.is_known_to_lanes = False
+        self.is_lost = False
+        """Whether a lane that could not be stopped may still touch it: it is not used again."""
+        self._arena = arena
+        self._stager = stager
+        self._late = frozenset(late)
+        self._timeout_s = timeout_s
+        self._ranges: list[Range] = []
+        self._host: list[HostCopy] = []
+        self._early = Transfer(stager.devices)
+        self._main = Transfer(stager.devices)
+        self._keep: Sequence[torch.Tensor | None] = ()
+        self._tag = 0
+        self._board: Board | None = None
+
+    @property
+    def board(self) -> Board:
+        """What lanes and devices tell of it."""
+        assert self._board is not None
+        return self._board
+
+    @property
+    def tag(self) -> int:
+        """Value of the ready words once all has arrived."""
+        return self._tag
+
+    @property
+    def can_restage(self) -> bool:
+        """Whether what lies on devices is copied by captured graphs, if there is any."""
+        return self.plan is not None and all(
+            transfer.is_captured or transfer.is_empty for transfer in (self._early, self._main)
+        )
+
+    def stage(self, items: Sequence[Item]) -> None:
+        """Copy `items`.
+
+        What the caller gives its current CUDA streams from now on runs after the copies, but for the late
+        ones: those may be changed only after `order_after`.
+
+        Args:
+            items: Those that the image was laid out for: sizes, dtypes, strides and addresses are the same.
+
+        Raises:
+            StagingError: A copy or a reservation failed.
+        """
+        sources = [item.tensor if item.tensor is not None and item.tensor.is_cuda else None for item in items]
+        self._keep = sources
+        try:
+            if self.plan is None:
+                with collector_paused():
+                    self._build(items, sources)
+                return
+        except BaseException:
+            self._settle()
+            self.release()
+            # The next attempt lays everything out anew.
+            self._host.clear()
+            self._early, self._main = (Transfer(self._stager.devices) for _ in range(2))
+            raise
+        self._stage_again(dict(enumerate(items)), sources)
+
+    def restage(self, host_items: Mapping[int, Item], keep: Sequence[torch.Tensor | None]) -> None:
+        """Copy everything anew by the captured graph; see `stage`.
+
+        Args:
+            host_items: By number, the items that are on no device.
+            keep: Tensors to hold until the copies have ended.
+
+        Raises:
+            StagingError: As for `stage`.
+        """
+        assert self.can_restage
+        self._keep = keep
+        self._stage_again(host_items, ())
+
+    def has_arrived(self) -> bool:
+        """Say whether everything was copied; if so, the tensors are let go."""
+        if self._keep and not self.board.is_ready(len(self.image.parts) - 1, self._tag):
+            return False
+        self._keep = ()
+        return True
+
+    def order_after(self) -> None:
+        """Make what the caller gives its current streams from now on wait for the late copies."""
+        self._main.order_after()
+
+    def check(self) -> None:
+        """Raise the CUDA error that a copy ran into, if it did.
+
+        Raises:
+            StagingError: CUDA reports an error.
+        """
+        self._early.check()
+        self._main.check()
+
+    def release(self) -> None:
+        """Give the memory back; nobody writes it any more."""
+        if not self.has_arrived():
+            self._settle()
+        self._early.forget()
+        self._main.forget()
+        self._keep = ()
+        if self._board is not None:
+            self._board.release()
+            self._board = None
+        ranges, self._ranges = self._ranges, []
+        if not self.is_lost:
+            for taken in ranges:
+                self._arena.release(taken)
+
+    def _stage_again(self, items: Mapping[int, Item], sources: Sequence[torch.Tensor | None]) -> None:
+        try:
+            self.board.clear()
+            self._stager.refill(items, self._host)
+            if not self._early.is_empty:
+                self._early.launch(sources, caller_waits=True)
+            if self._main.is_empty:
+                self._tag += 1
+                self.board.set_all_ready(self._tag)
+            else:
+                self._main.launch(sources, caller_waits=not self._late)
+                self._tag = self._main.tag
+        except BaseException:
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """After a failure: let go of the tensors, and of the memory if a copy may still write to it."""
+        if not (self._early.settle(_ABORT_S) and self._main.settle(_ABORT_S)):
+            self.is_lost = True
+            self._stager.quarantine(self._ranges)
+        self._keep = ()
+
+    def _build(self, items: Sequence[Item], sources: Sequence[torch.Tensor | None]) -> None:
+        """Reserve, lay out and copy: part by part, as the memory is there."""
+        devices = {source.device for source in sources if source is not None}
+        self._stager.use_devices(devices)
+        parts = self.image.parts
+        total = sum(align(part.nbytes, PAGE_BYTES) for part in parts)
+        num_spans = [len(part.spans) // 2 for part in parts]
+        board_bytes = Board.nbytes(num_spans)
+        if total > _PREPARED_BYTES:
+            self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + total + board_bytes)
+        board_range = self._reserve(board_bytes)
+        board_address = self._arena.address(board_range)
+        memory = (ctypes.c_char * board_bytes).from_address(board_address)
+        self._board = Board(memoryview(memory).cast("B"), num_spans)
+        self._board.clear()
+        words = board_address + self._board.ready_offset
+        transfers = (self._early, self._main) if self._late else (self._main, self._main)
+        self._main.begin()
+        first = 0
+        filled_bytes = 0
+        for number, part in enumerate(parts):
+            taken = self._reserve(part.nbytes) if part.nbytes else Range(board_range.slab, 0, 0)
+            file = self.image.files[part.file]
+            address = self._arena.address(taken)
+            self._host += self._stager.fill(items, file, part.low, part.high, address, transfers, self._late)
+            part.pieces = [(taken.slab, taken.offset, part.nbytes)] if part.nbytes else []
+            filled_bytes += part.nbytes
+            if filled_bytes >= _RESIDENT_GROUP_BYTES or number == len(parts) - 1:
+                self._main.add_words(words + 8 * first, number + 1 - first)
+                if not self._late:
+                    self._run_group(sources, range(first, number + 1))
+                first, filled_bytes = number + 1, 0
+        if self._late:
+            self._early.launch(sources, caller_waits=True)
+            self._main.run(sources)
+        self._main.end(caller_waits=not self._late)
+        self._tag = self._main.tag
+        self.plan = Plan(
+            self.plan_id,
+            tuple(file.nbytes for file in self.image.files),
+            tuple(Part(part.file, part.low, tuple(part.pieces), tuple(part.spans)) for part in parts),
+            (board_range.slab, board_range.offset),
+        )
+
+    def _run_group(self, sources: Sequence[torch.Tensor | None], parts: range) -> None:
+        self._main.run(sources)
+        if self._main.is_empty:
+            for part in parts:
+                self.board.set_ready(part, self._main.tag)
+
+    def _reserve(self, nbytes: int) -> Range:
+        taken = self._arena.reserve(nbytes, timeout_s=self._timeout_s, on_wait=self._stager.collect)
+        self._ranges.append(taken)
+        return taken
 
 
 class Engine:
@@ -137,17 +342,15 @@ class Engine:
         self.arena = arena
         self.stager = stager
         self.lanes = lanes
-        self.checksums = checksums
         self.timeout_s = timeout_s
         self.deadline = ProgressDeadline(timeout_s)
+        self._checksums = checksums
         self._written: set[str] = set()
         self._lock = threading.Lock()
-        self._sequence = 0
-        per_lane = arena.budget_bytes // (lanes.count * (lanes.depth + 1))
-        self.range_bytes = max(
-            CHECKSUM_BLOCK_BYTES,
-            min(arena.window_bytes, per_lane // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES),
-        )
+        self._next_plan = 0
+        self._dropped: deque[int] = deque()
+        per_slot = arena.budget_bytes // (2 * lanes.count + 2) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES
+        self.part_bytes = max(CHECKSUM_BLOCK_BYTES, min(arena.window_bytes, per_slot))
 
     @classmethod
     def open(cls, config: CheckpointConfig) -> Engine:
@@ -161,12 +364,12 @@ class Engine:
         arena = Arena(config.host_memory_bytes(available_memory(), local_ranks()))
         stager = Stager(arena, file_format, timeout_s)
         # Weakly, for the stager holds the arena: a writer that is dropped frees its memory at once.
-        pin = weakref.WeakMethod(stager.pin)
+        pin = weakref.WeakMethod(stager.devices.pin)
         arena.on_slab = lambda slab: _call(pin, slab)
         return cls(
             arena=arena,
             stager=stager,
-            lanes=open_lanes(config.dist_ckpt_workers, arena.slabs, timeout_s),
+            lanes=open_lanes(config.dist_ckpt_workers, arena.slabs, timeout_s, config.worker_cores()),
             file_format=file_format,
             checksums=config.ckpt_checksum != "none",
             timeout_s=timeout_s,
@@ -175,6 +378,33 @@ class Engine:
     def item(self, data: Any) -> Item:
         """Frame a raw tensor of any device (see `staging.is_raw`)."""
         return self.stager.item(data)
+
+    def prewarm(
+        self, sizes: Sequence[int], devices: Collection[torch.device] = (), *, before_plan: bool = False
+    ) -> Future[int]:
+        """Begin to get ready for a state, so that its first save costs what later ones do.
+
+        Args:
+            sizes: Bytes of each of its tensors.
+            devices: CUDA devices that they are on.
+            before_plan: Whether it will be staged before there is a plan, and so each tensor in one piece.
+
+        Returns:
+            See `Arena.prepare`. Slabs are pinned when it is done.
+        """
+        self.stager.use_devices(set(devices))
+        # A save that is under way has started them.
+        if self._lock.acquire(blocking=False):
+            try:
+                self.lanes.start()
+            finally:
+                self._lock.release()
+        need = sum(sizes) + _FRAME_BYTES * len(sizes) + 4 * self.part_bytes
+        if before_plan:
+            return self.arena.prepare(need + self.arena.remainder_bytes(need, max(sizes, default=0)))
+        if need > self.arena.budget_bytes:
+            need = _SLOTS_PER_LANE * self.lanes.count * self.part_bytes
+        return self.arena.prepare(need)
 
     def stage(
         self, state: Mapping[str, Any], use: StagedUse | None = None
@@ -185,17 +415,63 @@ class Engine:
         observe.emit("state.staged", seconds=time.monotonic() - started)
         return staged, ticket
 
-    def write(self, storage: Storage, save_id: str, rank: int, items: Sequence[Item]) -> list[Placement]:
+    def lay_out(self, items: Sequence[Item], late: Collection[int] = ()) -> Image:
+        """Lay out the files of one rank; see `image.lay_out_image`."""
+        homes = [item.home for item in items]
+        late = frozenset(late)
+        return lay_out_image(
+            [item.size for item in items],
+            self.lanes.count,
+            self.part_bytes,
+            order=[index in late for index in range(len(items))] if late else (),
+            homes=homes if any(homes) else (),
+            checksums=self._checksums,
+        )
+
+    def reside(self, items: Sequence[Item], late: Collection[int] = ()) -> Residence | None:
+        """Lay out `items` for a place in host memory, which the first `Residence.stage` reserves.
+
+        Args:
+            items: What will be saved again and again, none of it staged.
+            late: Numbers of CUDA tensors that may be copied after `Residence.stage` returned.
+
+        Returns:
+            The residence, or None if the budget does not hold it: then there is only `write`.
+        """
+        late = _late_copies(items, late)
+        with collector_paused():
+            image = self.lay_out(items, late)
+        if self._need(image) > self.arena.budget_bytes:
+            return None
+        return Residence(
+            self.arena,
+            self.stager,
+            image,
+            plan_id=self._new_plan_id(),
+            late=late,
+            timeout_s=self.timeout_s,
+        )
+
+    def has_room(self, residences: Sequence[Residence]) -> bool:
+        """Whether the budget holds one more residence like the last of `residences`, at once."""
+        free_bytes = self.arena.budget_bytes - self.arena.reserved_bytes + self.arena.unused_bytes
+        return not residences or self._need(residences[-1].image) <= free_bytes
+
+    def _need(self, image: Image) -> int:
+        """Return the bytes of a residence of `image`, with what may not fit to the ends of slabs."""
+        return sum(align(part.nbytes, PAGE_BYTES) for part in image.parts) + 4 * self.part_bytes
+
+    def write(self, storage: Storage, save_id: str, rank: int, items: Sequence[Item]) -> Written | None:
         """Write `items` durably; the names of their files are durable with the next `Storage.put`.
 
         Args:
             storage: Where to.
             save_id: Hexadecimal id that no other save has.
             rank: For names and messages.
-            items: What to write; tensors are let go as soon as they are copied.
+            items: What to write, staged or not.
 
         Returns:
-            Where each item lies, in the order of `items`.
+            What was written; None without items.
 
         Raises:
             StagingError: A copy or a reservation failed.
@@ -203,28 +479,33 @@ class Engine:
                 process ended. Nothing of this save is left in flight.
         """
         if not items:
-            return []
-        self._wait_for_turn(storage, rank)
-        try:
+            return None
+        with self._turn(storage, rank):
             with collector_paused():
-                files = self._pack(storage, save_id, rank, items)
-            self._start_lanes(rank)
-            storage.prepare()
-            run = _Run(self, storage, save_id, rank, files)
+                image = self.lay_out(items)
+            waves = _Waves(self, image, items)
             try:
-                run.run()
+                waves.open()
+                written = _Run(self, storage, save_id, rank, image, waves).run()
             except BaseException:
-                run.abandon()
+                waves.abandon()
                 raise
-        finally:
-            self._lock.release()
-        placements: list[Placement | None] = [None] * len(items)
-        for file in files:
-            for index, placement in zip(file.indices, file.placements, strict=True):
-                placements[index] = placement
-        placed = [placement for placement in placements if placement is not None]
-        assert len(placed) == len(items), "every item of the plan was written"
-        return placed
+            finally:
+                self.lanes.drop_plan(waves.plan_id)
+            waves.release()
+            return written
+
+    def write_staged(self, storage: Storage, save_id: str, rank: int, residence: Residence) -> Written:
+        """Write what was staged in `residence`, once for each staging, successful or not; see `write`."""
+        with self._turn(storage, rank):
+            return _Run(self, storage, save_id, rank, residence.image, residence).run()
+
+    def drop(self, residence: Residence) -> None:
+        """Give up `residence`, which no save uses any more."""
+        # A save that is under way holds the lanes: the next one tells them.
+        if residence.is_known_to_lanes:
+            self._dropped.append(residence.plan_id)
+        residence.release()
 
     def close(self) -> None:
         """End the lanes and give the memory back, once no save holds them; idempotent."""
@@ -239,8 +520,13 @@ class Engine:
             if held:
                 self._lock.release()
 
-    def _wait_for_turn(self, storage: Storage, rank: int) -> None:
-        # As long as the save that holds the lanes gets on, and no longer.
+    @contextlib.contextmanager
+    def _turn(self, storage: Storage, rank: int) -> Iterator[None]:
+        """Hold the lanes: wait as long as the save that holds them gets on, and no longer.
+
+        Raises:
+            WriteError: It does not get on, or a lane cannot start.
+        """
         while not self._lock.acquire(timeout=_WAIT_FOR_LANE_S):
             if self.deadline.passed:
                 raise WriteError(
@@ -250,7 +536,15 @@ class Engine:
                     path=storage.url,
                     rank=rank,
                 )
-        self.deadline.progress()
+        try:
+            self.deadline.progress()
+            self._start_lanes(rank)
+            while self._dropped:
+                self.lanes.drop_plan(self._dropped.popleft())
+            storage.prepare()
+            yield
+        finally:
+            self._lock.release()
 
     def _start_lanes(self, rank: int) -> None:
         try:
@@ -259,37 +553,42 @@ class Engine:
             error.rank = rank
             raise
 
-    def _pack(self, storage: Storage, save_id: str, rank: int, items: Sequence[Item]) -> list[_File]:
+    def create_files(self, storage: Storage, save_id: str, rank: int, image: Image) -> tuple[str, ...]:
+        """Create the files of `image`, exclusively; returns their names.
+
+        Raises:
+            WriteError: The storage refuses; none is left.
+        """
         # Later saves to a directory always bear their id: a plain name that a sweep has freed is not new.
         is_first = storage.url not in self._written
         self._written.add(storage.url)
-        sizes = [item.size for item in items]
-        files = []
-        for lane, indices in enumerate(pack(sizes, self.lanes.count)):
-            # Literal bytes and unstaged tensors first: what was staged then lies in one stretch.
-            indices.sort(key=lambda index: items[index].home is not None)
-            layout = lay_out([sizes[index] for index in indices])
-            name = f"__{rank}_{lane}{self.format.suffix}"
-            files.append(
-                _File(
-                    lane=lane,
-                    names=(name, f"{name}.{save_id}") if is_first else (f"{name}.{save_id}",),
-                    indices=indices,
-                    items=[items[index] for index in indices],
-                    offsets=layout.offsets,
-                    nbytes=layout.nbytes,
-                    placements=[
-                        Placement("", offset, sizes[index])
-                        for index, offset in zip(indices, layout.offsets, strict=True)
-                    ],
-                )
-            )
-        return files
+        created: list[str] = []
+        try:
+            for number in range(len(image.files)):
+                name = f"__{rank}_{number}{self.format.suffix}"
+                names = (name, f"{name}.{save_id}") if is_first else (f"{name}.{save_id}",)
+                created.append(storage.create_image(names))
+        except BaseException:
+            for name in created:
+                with contextlib.suppress(WriteError):
+                    storage.delete(name)
+            raise
+        return tuple(created)
 
-    def next_sequence(self) -> int:
-        """Return a number that no earlier task of this engine had."""
-        self._sequence += 1
-        return self._sequence
+    def _new_plan_id(self) -> int:
+        self._next_plan += 1
+        return self._next_plan
+
+
+def _late_copies(items: Sequence[Item], late: Collection[int]) -> frozenset[int]:
+    devices = {item.tensor.device for item in items if item.tensor is not None and item.tensor.is_cuda}
+    # The words that come last tell of one device; on several, none is copied late.
+    if len(devices) != 1:
+        return frozenset()
+    on_device = ((index, items[index].tensor, items[index].nbytes) for index in late)
+    return frozenset(
+        index for index, tensor, nbytes in on_device if nbytes and tensor is not None and tensor.is_cuda
+    )
 
 
 def _call(method: Callable[[], Callable[[Slab], None] | None], slab: Slab) -> None:
@@ -298,240 +597,295 @@ def _call(method: Callable[[], Callable[[Slab], None] | None], slab: Slab) -> No
         alive(slab)
 
 
-class _Run:
-    """The loop of one save: fill ranges, submit them, account for acknowledgements."""
+class _Waves:
+    """Slots of host memory that the parts of one save pass through, one after the other.
 
-    def __init__(self, engine: Engine, storage: Storage, save_id: str, rank: int, files: list[_File]) -> None:
-        self._engine = engine
+    Args:
+        engine: Whose arena and stager.
+        image: What passes through.
+        items: Its items.
+    """
+
+    def __init__(self, engine: Engine, image: Image, items: Sequence[Item]) -> None:
+        self.image = image
+        self.plan_id = engine._new_plan_id()  # noqa: SLF001 - one room
+        self.is_known_to_lanes = False
+        self.is_lost = False
+        self.tag = 1
+        self.plan: Plan
+        self.board: Board
         self._arena = engine.arena
         self._stager = engine.stager
+        self._timeout_s = engine.timeout_s
+        self._lanes = engine.lanes.count
+        self._items = items
+        self._sources = [
+            item.tensor if item.home is None and item.tensor is not None and item.tensor.is_cuda else None
+            for item in items
+        ]
+        self._transfer = Transfer(engine.stager.devices)
+        self._ranges: list[Range] = []
+        self._users: list[int] = []
+        self._filled = 0
+        self._next = 0
+        self._words = 0
+
+    def open(self) -> None:
+        """Reserve the slots, and say which part passes through which."""
+        devices = {source.device for source in self._sources if source is not None}
+        self._stager.use_devices(devices)
+        parts = self.image.parts
+        num_spans = [len(part.spans) // 2 for part in parts]
+        board_bytes = Board.nbytes(num_spans)
+        board_range = self._reserve(board_bytes)
+        address = self._arena.address(board_range)
+        memory = (ctypes.c_char * board_bytes).from_address(address)
+        self.board = Board(memoryview(memory).cast("B"), num_spans)
+        self.board.clear()
+        self._words = address + self.board.ready_offset
+        unstaged = [part for part in parts if not part.is_staged]
+        slots = self._reserve_slots(max((part.nbytes for part in unstaged), default=0), len(unstaged))
+        for number, part in enumerate(unstaged):
+            slot = slots[number % len(slots)]
+            part.pieces = [(slot.slab, slot.offset, part.nbytes)]
+        self._slots = slots
+        self._users = [-1] * len(slots)
+        self._unstaged = {id(part) for part in unstaged}
+        self.plan = Plan(
+            self.plan_id,
+            tuple(file.nbytes for file in self.image.files),
+            tuple(Part(part.file, part.low, tuple(part.pieces), tuple(part.spans)) for part in parts),
+            (board_range.slab, board_range.offset),
+        )
+        self._transfer.begin()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part was handed on."""
+        return self._next == len(self.image.parts)
+
+    def stage(self) -> list[int]:
+        """Stage the parts whose slots are free, about a group of them; returns which."""
+        first, nbytes = self._next, 0
+        parts = self.image.parts
+        with collector_paused():
+            while self._next < len(parts) and nbytes < _GROUP_BYTES:
+                part = parts[self._next]
+                if id(part) in self._unstaged:
+                    slot = self._filled % len(self._slots)
+                    if self._users[slot] >= 0 and not self.board.is_done(self._users[slot]):
+                        break
+                    self._users[slot] = self._next
+                    self._filled += 1
+                    self._stager.fill(
+                        self._items,
+                        self.image.files[part.file],
+                        part.low,
+                        part.high,
+                        self._arena.address(self._slots[slot]),
+                        (self._transfer, self._transfer),
+                    )
+                    nbytes += part.nbytes
+                self._next += 1
+            numbers = list(range(first, self._next))
+            if not numbers:
+                return numbers
+            if self._transfer.is_empty:
+                for number in numbers:
+                    self.board.set_ready(number, self.tag)
+            else:
+                self._transfer.add_words(self._words + 8 * first, len(numbers))
+                self._transfer.run(self._sources)
+        if self.is_complete:
+            self._transfer.end(caller_waits=True)
+        return numbers
+
+    def has_arrived(self) -> bool:
+        """See `Residence.has_arrived`; here the tensors are held until the end."""
+        return self.is_complete
+
+    def check(self) -> None:
+        """See `Residence.check`."""
+        self._transfer.check()
+
+    def release(self) -> None:
+        """Give the memory back; nobody touches it any more."""
+        if self._words:
+            self.board.release()
+            self._words = 0
+        self._transfer.forget()
+        self._sources.clear()
+        ranges, self._ranges = self._ranges, []
+        for taken in ranges:
+            self._arena.release(taken)
+
+    def abandon(self) -> None:
+        """After a failure: give back what neither a copy nor a lane can touch, and let the items go."""
+        if not self._transfer.settle(_ABORT_S):
+            self._stager.quarantine(self._ranges)
+        elif not self.is_lost:
+            self.release()
+        for item in self._items:
+            # The caller's list of them may live in a traceback.
+            item.tensor = None
+        self._sources.clear()
+
+    def _reserve(self, nbytes: int) -> Range:
+        taken = self._arena.reserve(nbytes, timeout_s=self._timeout_s, on_wait=self._stager.collect)
+        self._ranges.append(taken)
+        return taken
+
+    def _reserve_slots(self, nbytes: int, num_parts: int) -> list[Range]:
+        """Reserve as many slots as keep all lanes busy, or as there is memory for; at least one."""
+        if num_parts == 0:
+            return []
+        wanted = min(num_parts, _SLOTS_PER_LANE * self._lanes)
+        if wanted * nbytes > _PREPARED_BYTES:
+            # Waits below: for slabs that several threads build at once.
+            self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + wanted * nbytes)
+        slots = [self._reserve(nbytes)]
+        while len(slots) < wanted:
+            taken = self._arena.try_reserve(nbytes, (wanted - len(slots)) * nbytes)
+            if taken is None and not self._arena.is_building:
+                break
+            if taken is None:
+                taken = self._reserve(nbytes)
+            else:
+                self._ranges.append(taken)
+            slots.append(taken)
+        return slots
+
+
+class _Run:
+    """The loop of one save: stage, push, wait for the lanes, account."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        storage: Storage,
+        save_id: str,
+        rank: int,
+        image: Image,
+        memory: Residence | _Waves,
+    ) -> None:
+        self._engine = engine
         self._lanes = engine.lanes
         self._storage = storage
         self._save_id = save_id
         self._rank = rank
-        self._files = files
+        self._image = image
+        self._memory = memory
         self._deadline = engine.deadline
-        self._pending = [_works(file, engine.range_bytes, engine.checksums) for file in files]
-        self._next: list[_Work | None] = [next(works, None) for works in self._pending]
-        self._filled: list[deque[_Work]] = [deque() for _ in files]
-        self._in_flight: dict[int, _Work] = {}
-        self._busy = [0] * len(files)
-        self._collect_at = 0.0
-        self._want_bytes = min(
-            sum(file.nbytes for file in files),
-            engine.range_bytes * (self._lanes.depth + 1) * max(1, len(files)),
-        )
+        self._names: tuple[str, ...] = ()
 
-    def run(self) -> None:
+    def run(self) -> Written:
         """Write everything."""
-        devices = {item.tensor.device for file in self._files for item in file.items
-                   if item.tensor is not None and item.home is None and item.tensor.is_cuda}  # fmt: skip
-        self._stager.begin(devices)
-        while self._in_flight or any(self._filled) or any(self._next):
-            with collector_paused():
-                acted = self._fill()
-            acted |= self._submit()
-            waits_for_copy = any(self._filled) and not self._in_flight
-            patience = 0.0 if acted else _WAIT_FOR_COPY_S if waits_for_copy else _WAIT_FOR_LANE_S
-            for lane, ack in self._poll(patience):
-                self._account(lane, ack)
-                acted = True
-            if acted:
+        memory = self._memory
+        assert memory.plan is not None
+        assert not memory.board.is_stopped, "staged anew after a failure"
+        with self._naming():
+            self._names = self._engine.create_files(self._storage, self._save_id, self._rank, self._image)
+        try:
+            with self._naming():
+                if not memory.is_known_to_lanes:
+                    self._lanes.add_plan(memory.plan)
+                    memory.is_known_to_lanes = True
+                self._lanes.begin(
+                    Job(self._save_id, memory.plan_id, self._storage.spec, self._names, memory.tag)
+                )
+                self._push_and_wait()
+                for name, file in zip(self._names, self._image.files, strict=True):
+                    self._storage.check_image(name, file.nbytes)
+        except BaseException:
+            self._abandon()
+            raise
+        observe.emit("files.written", save_id=self._save_id, names=self._names, nbytes=self._image.nbytes)
+        return Written(self._image, self._names, self._packed_checksums())
+
+    def _push_and_wait(self) -> None:
+        memory = self._memory
+        pushed_all = False
+        num_done = -1
+        while True:
+            if isinstance(memory, Residence):
+                numbers = [] if pushed_all else list(range(len(self._image.parts)))
+                is_complete = True
+            else:
+                numbers = memory.stage()
+                is_complete = memory.is_complete
+            if numbers:
+                self._lanes.push(numbers)
+                observe.emit("parts.pushed", save_id=self._save_id, first=numbers[0], count=len(numbers))
+            if is_complete and not pushed_all:
+                pushed_all = True
+                self._lanes.finish()
+            patience = 0.0 if numbers else _WAIT_FOR_LANE_S if pushed_all else _WAIT_FOR_SLOT_S
+            is_over = self._lanes.poll(patience)
+            memory.has_arrived()
+            if is_over:
+                return
+            done = memory.board.num_done()
+            if numbers or done != num_done:
+                num_done = done
                 self._deadline.progress()
             elif self._deadline.passed:
-                self._fail_for_time()
+                self._fail_for_time(done)
 
-    def abandon(self) -> None:
-        """Take the save back from the lanes, and its ranges where nobody can touch them any more."""
-        lanes_lost = self._lanes.abort(self._save_id, _ABORT_S)
-        for work in [*self._in_flight.values(), *(work for filled in self._filled for work in filled)]:
-            copies_ended = True
-            if work.ticket is not None:
-                try:
-                    work.ticket.wait(_ABORT_S)
-                except StagingError:
-                    copies_ended = False
-            if work.range is not None and copies_ended and work.file.lane not in lanes_lost:
-                self._arena.release(work.range)
-        for file in self._files:
-            # The caller's list of them may live in a traceback.
-            for item in file.items:
-                item.tensor = None
-            file.items.clear()
+    def _packed_checksums(self) -> list[bytes]:
+        board = self._memory.board
+        return [
+            b"".join(board.checksums(part, part + 1) for part in self._image.parts_of(file))
+            for file in range(len(self._image.files))
+        ]
 
-    def _fill(self) -> bool:
-        acted = False
-        for lane in range(len(self._files)):
-            while (
-                self._next[lane] is not None
-                and len(self._filled[lane]) + self._busy[lane] <= self._lanes.depth
-            ):
-                work = self._next[lane]
-                assert work is not None
-                if not work.pieces and work.high > work.low:
-                    work.range = self._arena.try_reserve(work.high - work.low, self._want_bytes)
-                    if work.range is None:
-                        if not self._in_flight and time.monotonic() > self._collect_at:
-                            # Again and again: the save that holds the memory may end meanwhile.
-                            self._collect_at = time.monotonic() + _COLLECT_S
-                            self._stager.collect()
-                        return acted
-                    file = work.file
-                    work.ticket = self._stager.fill(file.items, file.offsets, work.low, work.high, work.range)
-                    work.pieces = [(work.range.slab, work.range.offset, work.high - work.low)]
-                self._filled[lane].append(work)
-                self._next[lane] = next(self._pending[lane], None)
-                acted = True
-        return acted
+    def _abandon(self) -> None:
+        """Take the save back from the lanes and from storage."""
+        self._memory.board.stop()
+        if self._lanes.abort(self._save_id, _ABORT_S):
+            self._memory.is_lost = True
+        for name in self._names:
+            with contextlib.suppress(WriteError):
+                self._storage.delete(name)
 
-    def _submit(self) -> bool:
-        acted = False
-        for lane, filled in enumerate(self._filled):
-            while filled and self._busy[lane] < self._lanes.depth:
-                work = filled[0]
-                if work.ticket is not None and not work.ticket.done():
-                    break
-                task = Task(
-                    save_id=self._save_id,
-                    sequence=self._engine.next_sequence(),
-                    storage=self._storage.spec,
-                    names=work.file.names,
-                    offset=work.low,
-                    pieces=tuple(work.pieces),
-                    spans=tuple(work.spans),
-                    file_nbytes=work.file.nbytes if work.is_last else None,
-                )
-                # Counted before it is sent: if sending fails half way, the lane may hold the range.
-                self._in_flight[task.sequence] = filled.popleft()
-                self._busy[lane] += 1
-                observe.emit(
-                    "range.submitted", save_id=self._save_id, lane=lane, offset=work.low, nbytes=task.nbytes
-                )
-                try:
-                    self._lanes.submit(lane, task)
-                except WriteError as error:
-                    self._fail(error, lane, work.file)
-                acted = True
-        return acted
-
-    def _poll(self, timeout_s: float) -> list[tuple[int, Ack]]:
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Add to an error of a lane or of the storage whose save it is."""
         try:
-            return self._lanes.poll(timeout_s)
+            yield
         except WriteError as error:
-            lane = error.lane if error.lane is not None and error.lane < len(self._files) else 0
-            self._fail(error, error.lane or 0, self._files[lane] if self._files else None)
-
-    def _account(self, lane: int, ack: Ack) -> None:
-        work = self._in_flight.get(ack.sequence)
-        if ack.save_id != self._save_id or work is None:
-            # The late answer of a save that was given up says nothing about this one.
-            return
-        if ack.error is not None:
-            self._fail(WriteError(**ack.error), lane, work.file)
-        del self._in_flight[ack.sequence]
-        self._busy[lane] -= 1
-        if work.range is not None:
-            self._arena.release(work.range)
-        for owner, value in zip(work.owners, ack.checksums, strict=True):
-            work.file.placements[owner].checksums.append(value)
-        observe.emit(
-            "range.written", save_id=self._save_id, lane=lane, offset=work.low, nbytes=work.high - work.low
-        )
-        if work.is_last:
-            for placement in work.file.placements:
-                placement.file = ack.name
-            # Staged tensors keep their arena memory until here.
-            work.file.items.clear()
-            observe.emit(
-                "file.written", save_id=self._save_id, lane=lane, name=ack.name, nbytes=work.file.nbytes
+            where = f"rank {self._rank}, save {self._save_id} of {self._storage.url}"
+            lane = "" if error.lane is None else f"lane {error.lane}, "
+            failure = type(error)(
+                f"{error} ({lane}{where})",
+                errno=error.errno,
+                path=error.path or self._storage.url,
+                rank=self._rank,
+                lane=error.lane,
+                offset=error.offset,
             )
+            if isinstance(error, WorkerDied) and isinstance(failure, WorkerDied):
+                failure.pid, failure.exit_status = error.pid, error.exit_status
+            raise failure from error
 
-    def _fail(self, error: WriteError, lane: int, file: _File | None) -> NoReturn:
-        path = error.path or (f"{self._storage.url}/{file.names[0]}" if file else self._storage.url)
-        message = f"{error} (rank {self._rank}, lane {lane}, save {self._save_id} of {self._storage.url})"
-        failure = type(error)(
-            message, errno=error.errno, path=path, rank=self._rank, lane=lane, offset=error.offset
-        )  # fmt: skip
-        if isinstance(error, WorkerDied) and isinstance(failure, WorkerDied):
-            failure.pid, failure.exit_status = error.pid, error.exit_status
-        raise failure from error
-
-    def _fail_for_time(self) -> NoReturn:
-        stuck = [
-            f"lane {work.file.lane}: {work.file.names[0]} at byte {work.low} of {work.file.nbytes}"
-            for work in self._in_flight.values()
-        ] or ["waiting for host memory" if any(self._next) else "waiting for the copy off the device"]
-        for filled in self._filled:
-            for work in filled:
-                if work.ticket is not None:
-                    work.ticket.check()
-        first = next(iter(self._in_flight.values()), None)
+    def _fail_for_time(self, num_done: int) -> NoReturn:
+        self._memory.check()
+        parts = self._image.parts
+        board = self._memory.board
+        stuck = next((n for n in range(len(parts)) if not board.is_done(n)), None)
+        where, part = "waiting for the lanes to make their files durable", None
+        if stuck is not None:
+            part = parts[stuck]
+            doing = "waits for the copy off the device"
+            if board.is_ready(stuck, self._memory.tag):
+                doing = "is with its lane"
+            where = f"{self._names[part.file]} at byte {part.low} {doing}"
+        lanes = self._lanes.unfinished
         raise WriteError(
             f"no progress for {self._deadline.timeout_s:.0f} s (--distributed-timeout-minutes): "
-            f"{'; '.join(stuck)} (rank {self._rank}, save {self._save_id} of {self._storage.url})",
+            f"{num_done} of {len(parts)} parts are written, {where}; "
+            f"lanes that have not finished: {', '.join(map(str, lanes))}",
             errno=errno.ETIMEDOUT,
-            path=f"{self._storage.url}/{first.file.names[0]}" if first else self._storage.url,
-            rank=self._rank,
-            lane=first.file.lane if first else None,
-            offset=first.low if first else None,
+            path=f"{self._storage.url}/{self._names[part.file]}" if part else self._storage.url,
+            lane=lanes[0] if len(lanes) == 1 else None,
+            offset=part.low if part else None,
         )
-
-
-def _works(file: _File, range_bytes: int, checksums: bool) -> Iterator[_Work]:
-    """Cut a file into parts: ranges to fill, then stretches of what was staged."""
-    num_unstaged = next((i for i, item in enumerate(file.items) if item.home is not None), len(file.items))
-    unstaged_end = file.nbytes if num_unstaged == len(file.items) else file.offsets[num_unstaged]
-    works = _fill_works(file, num_unstaged, unstaged_end, range_bytes, checksums)
-    if num_unstaged < len(file.items):
-        works = itertools.chain(works, _staged_works(file, num_unstaged, range_bytes, checksums))
-    previous = None
-    for work in works:
-        if previous is not None:
-            yield previous
-        previous = work
-    # A file without a byte is a file all the same.
-    last = previous or _Work(file, 0, 0)
-    last.is_last = True
-    yield last
-
-
-def _fill_works(file: _File, count: int, end: int, range_bytes: int, checksums: bool) -> Iterator[_Work]:
-    work = _Work(file, 0, min(range_bytes, end))
-    for owner in range(count):
-        for offset, nbytes in block_spans(file.offsets[owner], file.placements[owner].nbytes):
-            while offset >= work.high:
-                yield work
-                work = _Work(file, work.high, min(work.high + range_bytes, end))
-            if checksums:
-                work.spans += (offset - work.low, nbytes)
-                work.owners.append(owner)
-    if work.high > work.low:
-        yield work
-
-
-def _staged_works(file: _File, first: int, range_bytes: int, checksums: bool) -> Iterator[_Work]:
-    work = _Work(file, file.offsets[first], file.offsets[first])
-    for owner in range(first, len(file.items)):
-        home = file.items[owner].home
-        assert home is not None
-        slab, home_offset = home
-        start = file.offsets[owner]
-        for offset, nbytes in block_spans(start, file.placements[owner].nbytes):
-            if work.high - work.low >= range_bytes or len(work.pieces) >= _MAX_PIECES:
-                yield work
-                work = _Work(file, offset, offset)
-            gap = offset - work.high
-            address = home_offset + offset - start
-            last = work.pieces[-1] if work.pieces else None
-            if last is not None and last[0] == slab and last[1] + last[2] + gap == address:
-                # Neighbours in the arena as in the file, padding included.
-                work.pieces[-1] = (slab, last[1], last[2] + gap + nbytes)
-            else:
-                if gap:
-                    work.pieces.append((ZEROS, 0, gap))
-                work.pieces.append((slab, address, nbytes))
-            if checksums:
-                work.spans += (offset - work.low, nbytes)
-                work.owners.append(owner)
-            work.high = offset + nbytes
-    yield work

@@ -18,15 +18,14 @@ from __future__ import annotations
 import bisect
 import copy
 import ctypes
-import functools
 import gc
 import logging
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -35,14 +34,16 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distckpt.arena import PAGE_BYTES, Arena, Range, Slab, align
+from distckpt.device import GATHERED_BYTES, Devices, Transfer, contiguous_span, flat_bytes, host_view
 from distckpt.errors import StagingError
 from distckpt.formats import LARGE_ALIGNMENT, Format, Frame, contiguous_strides, lay_out
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
+    from distckpt.image import ImageFile
+
 _LOG = logging.getLogger(__name__)
-_PIECE_BYTES = 32 << 20
 _SETTLE_S = 5.0
 _LOST_SLABS: list[Slab] = []
 """Slabs to which a copy that nobody waits for any more may write: mapped until the process ends."""
@@ -129,33 +130,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor as one-dimensional uint8, whatever its dtype."""
-    size = tensor.element_size()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-        tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,)
-    )
-
-
-def _span(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Return bytes [low, high) of `tensor` in contiguous order as uint8, copying about that much."""
-    if tensor.is_contiguous() and is_verbatim(tensor):
-        return _flat_bytes(tensor)[low:high]
-    row_bytes = tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) if tensor.dim() else 0
-    if row_bytes:
-        first, last = low // row_bytes, -(-high // row_bytes)
-        if tensor.dim() > 1 and row_bytes > high - low:
-            parts = [
-                _span(tensor[row], max(0, low - row * row_bytes), min(row_bytes, high - row * row_bytes))
-                for row in range(first, last)
-            ]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        tensor, low, high = tensor[first:last], low - first * row_bytes, high - first * row_bytes
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    whole.copy_(tensor)
-    return _flat_bytes(whole)[low:high]
-
-
 def is_verbatim(tensor: torch.Tensor) -> bool:
     """Say whether the memory of `tensor`, as it lies, is what a file may hold of it."""
     return is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
@@ -194,23 +168,26 @@ class StagingFailure:
 
 
 class CopyTicket:
-    """The end of a group of copies, seen in host memory: no thread asks CUDA for it.
+    """The end of a transfer, seen in host memory: no thread asks CUDA for it.
 
     Args:
-        words: For each device, the word that its stream sets to 1 after its last copy.
+        transfer: What was launched.
+        word: Tells when it has arrived; None if there is nothing to wait for.
         keep: Tensors that the copies read.
-        give_back: Called with `words` once the copies have ended.
-        memory: What keeps `words` mapped.
+        give_back: Called with `word` once the copies have ended.
+        memory: What keeps the word mapped.
     """
 
     def __init__(
         self,
-        words: list[tuple[ctypes.c_int64, torch.cuda.Event]],
+        transfer: Transfer,
+        word: ctypes.c_int64 | None,
         keep: list[torch.Tensor],
-        give_back: Callable[[list[ctypes.c_int64]], None],
+        give_back: Callable[[ctypes.c_int64], None],
         memory: object = None,
     ) -> None:
-        self._words = words
+        self._transfer = transfer
+        self._word = word
         self._keep = keep
         self._give_back = give_back
         self._memory = memory
@@ -219,12 +196,13 @@ class CopyTicket:
 
     def done(self) -> bool:
         """Say whether every copy has ended; if so, the tensors that were copied are let go."""
-        if any(word.value == 0 for word, _ in self._words):
-            return False
+        if self._word is not None:
+            if self._word.value != self._transfer.tag:
+                return False
+            self._give_back(self._word)
+            self._word = None
+            self._transfer.forget()
         self._keep.clear()
-        if self._words:
-            self._give_back([word for word, _ in self._words])
-            self._words = []
         return True
 
     def wait(self, timeout_s: float) -> None:
@@ -238,21 +216,9 @@ class CopyTicket:
         while not self.done():
             if time.monotonic() > deadline:
                 self.on_loss()
-                self.check()
+                self._transfer.check()
                 raise StagingError(f"the copy off the device has not ended within {timeout_s:.0f} s")
             pause.wait(_POLL_S)
-
-    def check(self) -> None:
-        """Raise the CUDA error that a copy ran into, if it did.
-
-        Raises:
-            StagingError: CUDA reports an error.
-        """
-        for _, event in self._words:
-            try:
-                event.query()  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                raise StagingError(f"the copy off the device failed: {error}") from error
 
 
 class StagedUse:
@@ -290,6 +256,26 @@ class StagedUse:
         return bool(askers) and self._stager not in askers and not any(t.is_alive() for t in askers)
 
 
+class _Home(NamedTuple):
+    """A staged tensor: what it is, how it is framed, and where the framed item lies in the arena."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    frame: Frame
+    slab: int
+    offset: int
+
+
+class HostCopy(NamedTuple):
+    """Bytes [low, high) of an item's payload, or of its literals if it has none, that go to `address`."""
+
+    item: int
+    low: int
+    high: int
+    address: int
+
+
 class Lease:
     """Arena memory under staged tensors; given back when the last of them is gone.
 
@@ -305,7 +291,7 @@ class Lease:
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         # An arena may be closed while staged tensors are alive: they keep their slabs mapped.
         self._slabs: list[Slab] = []
-        self.items: dict[int, tuple[torch.dtype, torch.Size, tuple[int, ...], Frame, int, int]] = {}
+        self.items: dict[int, _Home] = {}
 
     def add(self, taken: Range) -> None:
         """Take charge of `taken`."""
@@ -347,31 +333,12 @@ class Stager:
         self._spare_bytes = min(arena.window_bytes, arena.budget_bytes // 16)
         self._frame = file_format.frame
         self._timeout_s = timeout_s
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.devices = Devices()
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._words: deque[ctypes.c_int64] = deque()
         self._word_home: Range | None = None
         self._word_lock = threading.Lock()
         self._lease_lock = threading.Lock()
-        self._pinned: set[int] = set()
-        self._pin_warned = False
-
-    def pin(self, slab: Slab) -> None:
-        """Register a slab with CUDA, if this process uses CUDA; it is undone before the slab is unmapped."""
-        if slab.index in self._pinned or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return
-        self._pinned.add(slab.index)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(slab.address, slab.nbytes, 0))
-        if status == 0:
-            slab.on_release.append(functools.partial(runtime.cudaHostUnregister, slab.address))
-        elif not self._pin_warned:
-            self._pin_warned = True
-            _LOG.warning(
-                "cannot pin host memory (cudaHostRegister: error %d): copies off the GPU will be slow; "
-                "raise the limit on locked memory (ulimit -l)",
-                status,
-            )
 
     def item(self, data: torch.Tensor) -> Item:
         """Frame a raw tensor; if it was staged, the item is where it was staged.
@@ -396,89 +363,105 @@ class Stager:
                 found = lease.items.get(address)
                 if found is not None and found[:3] == (data.dtype, data.shape, strides):
                     # Detached: an owner of the memory that no revocation reaches.
-                    return Item(found[3], data.detach(), nbytes, True, (found[4], found[5]))
+                    return Item(found.frame, data.detach(), nbytes, True, (found.slab, found.offset))
         return Item(self._frame(data.dtype, data.shape, strides), data, nbytes, verbatim)
 
-    def begin(self, devices: set[torch.device]) -> None:
-        """Make the side streams wait for what the caller's current streams have been given so far."""
-        if devices:
-            # Slabs that were made before the process used CUDA.
-            for slab in list(self._arena.slabs.values()):
-                self.pin(slab)
+    def use_devices(self, devices: set[torch.device]) -> None:
+        """Get ready for copies off `devices`; slabs are pinned from now on, those that there are at once."""
         for device in devices:
-            self._stream(device).wait_stream(torch.cuda.current_stream(device))
+            self.devices.use(device, list(self._arena.slabs.values()))
 
     def fill(
-        self, items: Sequence[Item], offsets: Sequence[int], low: int, high: int, target: Range
-    ) -> CopyTicket:
-        """Materialise bytes [low, high) of a file image at the start of `target`, without blocking on CUDA.
-
-        If it fails, it gives `target` back as soon as no copy can write to it.
-
-        Args:
-            items: The file's items, none of them staged.
-            offsets: Where they begin, in bytes from the start of the file, ascending.
-            low: First byte of the file to materialise.
-            high: Byte after the last.
-            target: Arena memory of at least `high - low` bytes.
-
-        Returns:
-            A ticket; the bytes are there once it is done.
-        """
-        copies = _Copies(self)
-        try:
-            self._fill(items, offsets, low, high, target, copies)
-            return copies.end()
-        except BaseException:
-            if copies.settle():
-                self._arena.release(target)
-            raise
-
-    def _fill(
         self,
         items: Sequence[Item],
-        offsets: Sequence[int],
+        file: ImageFile,
         low: int,
         high: int,
-        target: Range,
-        copies: _Copies,
-    ) -> None:
-        address = self._arena.address(target) - low
+        address: int,
+        transfers: Sequence[Transfer],
+        late: Container[int] = (),
+    ) -> list[HostCopy]:
+        """Materialise bytes [low, high) of a file image: host bytes now, device bytes with the transfers.
+
+        Args:
+            items: All items of the plan.
+            file: The file; what is filled of it is not staged yet.
+            low: First byte of the file to materialise.
+            high: Byte after the last.
+            address: Where to, in the arena.
+            transfers: Take what lies on devices; the second, what is in `late`.
+            late: Numbers of items.
+
+        Returns:
+            What was copied on the host and is not the same every time.
+        """
+        host: list[HostCopy] = []
+        base = address - low
         position = low
-        small = _SmallRun(address)
-        for index in range(max(0, bisect.bisect_right(offsets, low) - 1), len(items)):
-            start = offsets[index]
+        small = _SmallRun(base)
+        offsets = file.offsets
+        for place in range(max(0, bisect.bisect_right(offsets, low) - 1), len(offsets)):
+            start = offsets[place]
             if start >= high:
                 break
+            index = file.items[place]
             item = items[index]
             tensor = item.tensor
             whole = start >= low and start + item.size <= high
-            if whole and item.size <= _SMALL_BYTES and (tensor is None or (tensor.is_cpu and item.verbatim)):
-                small.add(start, item.frame, tensor, item.nbytes, position)
-                item.tensor = None
-                position = start + item.size
-                continue
+            if whole and item.size <= GATHERED_BYTES and item.verbatim:
+                if tensor is None or (tensor.is_cpu and item.size <= _SMALL_BYTES):
+                    small.add(start, item.frame, tensor, item.nbytes, position)
+                    if tensor is None:
+                        host.append(HostCopy(index, 0, item.size, base + start))
+                    elif item.nbytes:
+                        begin = start + len(item.frame.prefix)
+                        host.append(HostCopy(index, 0, item.nbytes, base + begin))
+                    position = start + item.size
+                    continue
+                if tensor.is_cuda and item.nbytes:
+                    transfer = transfers[index in late]
+                    if transfer.add_framed(index, tensor, base + start, item.frame, base + position):
+                        small.end()
+                        if start > position:
+                            ctypes.memset(base + position, 0, start - position)
+                        position = start + item.size
+                        continue
             # What lies between two small items would be taken for padding.
             small.end()
             if start > position:
-                ctypes.memset(address + position, 0, start - position)
+                ctypes.memset(base + position, 0, start - position)
             prefix, suffix = item.frame
             for literal, begin in ((prefix, start), (suffix, start + len(prefix) + item.nbytes)):
                 first, last = max(begin, low), min(begin + len(literal), high)
                 if first < last:
                     part = literal if last - first == len(literal) else literal[first - begin : last - begin]
-                    ctypes.memmove(address + first, part, last - first)
+                    ctypes.memmove(base + first, part, last - first)
+                    if tensor is None:
+                        host.append(HostCopy(index, first - begin, last - begin, base + first))
             if tensor is not None:
                 begin = start + len(prefix)
                 first, last = max(begin, low), min(begin + item.nbytes, high)
-                if first < last:
-                    copies.add(tensor, first - begin, last - begin, address + first, verbatim=item.verbatim)
-                if last == begin + item.nbytes:
-                    item.tensor = None
+                if first < last and tensor.is_cuda:
+                    transfers[index in late].add(
+                        index, tensor, first - begin, last - begin, base + first, verbatim=item.verbatim
+                    )
+                elif first < last:
+                    _copy_on_host(tensor, first - begin, last - begin, base + first, verbatim=item.verbatim)
+                    host.append(HostCopy(index, first - begin, last - begin, base + first))
             position = start + item.size
         small.end()
         if position < high:
-            ctypes.memset(address + position, 0, high - position)
+            ctypes.memset(base + position, 0, high - position)
+        return host
+
+    def refill(self, items: Mapping[int, Item], copies: Sequence[HostCopy]) -> None:
+        """Copy anew what `fill` returned; the items have the same sizes as then."""
+        for index, low, high, address in copies:
+            item = items[index]
+            if item.tensor is None:
+                ctypes.memmove(address, item.frame.prefix[low:high], high - low)
+            else:
+                _copy_on_host(item.tensor, low, high, address, verbatim=item.verbatim)
 
     def stage(
         self, state: Mapping[str, Any], use: StagedUse | None = None
@@ -514,28 +497,41 @@ class Stager:
         for _, _, nbytes in blocks:
             ranges.append(self._reserve(nbytes, total))
             lease.add(ranges[-1])
-        copies = _Copies(self)
+        self.use_devices({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
+        transfer = Transfer(self.devices)
+        sources = [slot.tensor.detach() if slot.tensor.is_cuda else None for slot in slots]
         try:
             # Not inference tensors, whoever calls: those could not be revoked.
             with torch.inference_mode(mode=False), torch.no_grad():
-                self.begin({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
+                transfer.begin()
                 for (first, offsets, nbytes), taken in zip(blocks, ranges, strict=True):
-                    self._fill_block(
-                        slots[first : first + len(offsets)], offsets, nbytes, taken, lease, copies
-                    )
-                ticket = copies.end(caller_waits=True)
+                    block = range(first, first + len(offsets))
+                    self._fill_block(slots, block, offsets, nbytes, taken, lease, transfer)
+                    transfer.run(sources)
+                word = None if transfer.is_empty else self._take_word()
+                if word is not None:
+                    transfer.add_words(ctypes.addressof(word), 1)
+                    transfer.run(sources)
+                transfer.end(caller_waits=True)
                 lease.tensors = [weakref.ref(slot.staged) for slot in slots]
                 staged = build()
         except BaseException:
-            if not copies.settle():
+            if not transfer.settle(_SETTLE_S):
                 lease.quarantine()
             raise
+        keep = [source for source in sources if source is not None]
+        memory = None if word is None else self._word_slab()
+        ticket = CopyTicket(transfer, word, keep, self._words.append, memory)
         ticket.on_loss = lease.quarantine
         with self._lease_lock:
             self._leases.add(lease)
         for slot in slots:
             del slot.tensor, slot.staged
         return staged, ticket
+
+    def quarantine(self, ranges: Sequence[Range]) -> None:
+        """Keep `ranges`, which are never released, mapped: a copy off the device may still write there."""
+        _LOST_SLABS.extend(self._arena.slabs[taken.slab] for taken in ranges)
 
     def _live_leases(self) -> list[Lease]:
         # Another thread may stage meanwhile, and a set that grows cannot be walked.
@@ -569,30 +565,48 @@ class Stager:
     def close(self) -> None:
         """Give back what the stager itself holds of the arena."""
         self.collect()
+        self.devices.close()
         self._words.clear()
         if self._word_home is not None:
             self._arena.release(self._word_home)
             self._word_home = None
 
     def _fill_block(
-        self, slots: list[_Slot], offsets: list[int], nbytes: int, taken: Range, lease: Lease, copies: _Copies
+        self,
+        slots: list[_Slot],
+        block: range,
+        offsets: list[int],
+        nbytes: int,
+        taken: Range,
+        lease: Lease,
+        transfer: Transfer,
     ) -> None:
         address = self._arena.address(taken)
         memory = (ctypes.c_char * nbytes).from_address(address)
         # Every staged tensor has a storage of its own over this buffer, and so keeps the lease alive.
         memory.lease = lease  # type: ignore[attr-defined]
         position = 0
-        for slot, offset in zip(slots, offsets, strict=True):
+        for index, offset in zip(block, offsets, strict=True):
+            slot = slots[index]
             if offset > position:
                 ctypes.memset(address + position, 0, offset - position)
             prefix, suffix = slot.frame
             begin = offset + len(prefix)
             payload_bytes = slot.size - len(prefix) - len(suffix)
-            ctypes.memmove(address + offset, prefix, len(prefix))
-            ctypes.memmove(address + begin + payload_bytes, suffix, len(suffix))
-            position = offset + slot.size
-            dtype, shape = slot.tensor.dtype, slot.tensor.shape
+            tensor = slot.tensor
+            dtype, shape = tensor.dtype, tensor.shape
             slot.staged = torch.empty(0, dtype=dtype, device="cpu")
+            is_gathered = (
+                tensor.is_cuda
+                and payload_bytes > 0
+                and slot.size <= GATHERED_BYTES
+                and slot.verbatim
+                and transfer.add_framed(index, tensor, address + offset, slot.frame, address + position)
+            )
+            position = offset + slot.size
+            if not is_gathered:
+                ctypes.memmove(address + offset, prefix, len(prefix))
+                ctypes.memmove(address + begin + payload_bytes, suffix, len(suffix))
             if payload_bytes == 0:
                 slot.staged = torch.empty_strided(shape, slot.strides, dtype=dtype, device="cpu")
                 slot.finish()
@@ -600,12 +614,14 @@ class Stager:
             raw = torch.frombuffer(memory, dtype=torch.uint8, count=payload_bytes, offset=begin)
             slot.staged.set_(raw.untyped_storage(), 0, shape, slot.strides)
             slot.finish()
-            copies.add(
-                slot.tensor.detach(), 0, payload_bytes, address + begin, verbatim=slot.verbatim, target=raw
-            )
-            lease.items[address + begin] = (
-                dtype, shape, slot.strides, slot.frame, taken.slab, taken.offset + offset
-            )  # fmt: skip
+            if not tensor.is_cuda:
+                _copy_on_host(
+                    tensor.detach(), 0, payload_bytes, address + begin, verbatim=slot.verbatim, target=raw
+                )
+            elif not is_gathered:
+                transfer.add(index, tensor, 0, payload_bytes, address + begin, verbatim=slot.verbatim)
+            home = _Home(dtype, shape, slot.strides, slot.frame, taken.slab, taken.offset + offset)
+            lease.items[address + begin] = home
 
     def _prepare(self, value: Any, path: tuple[object, ...], slots: list[_Slot]) -> Callable[[], Any]:
         """Copy all but raw tensors now and list those in `slots`; the result builds the staged value.
@@ -707,36 +723,27 @@ class Stager:
 
         return build
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            # Two threads may come here at once: both use the stream of the first.
-            self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        return self._streams[device]
-
-    def take_word(self) -> ctypes.c_int64:
+    def _take_word(self) -> ctypes.c_int64:
         """Return a word of pinned memory that is 0.
 
         Raises:
             StagingError: All words are in use.
         """
         with self._word_lock:
-            self._reserve_words()
+            if self._word_home is None:
+                self._word_home = self._arena.reserve(PAGE_BYTES, timeout_s=self._timeout_s)
+                address = self._arena.address(self._word_home)
+                self._words.extend(ctypes.c_int64.from_address(address + 8 * i) for i in range(_WORDS))
             if not self._words:
                 raise StagingError(f"more than {_WORDS} groups of copies are under way")
             word = self._words.popleft()
         word.value = 0
         return word
 
-    def word_slab(self) -> Slab:
+    def _word_slab(self) -> Slab:
         """Return what keeps the words mapped."""
         assert self._word_home is not None
         return self._arena.slabs[self._word_home.slab]
-
-    def _reserve_words(self) -> None:
-        if self._word_home is None:
-            self._word_home = self._arena.reserve(PAGE_BYTES, timeout_s=self._timeout_s)
-            address = self._arena.address(self._word_home)
-            self._words.extend(ctypes.c_int64.from_address(address + 8 * i) for i in range(_WORDS))
 
 
 class _Slot:
@@ -792,79 +799,30 @@ class _SmallRun:
             self._parts.clear()
 
 
-class _Copies:
-    """A group of copies that end together."""
-
-    def __init__(self, stager: Stager) -> None:
-        self._stager = stager
-        self._streams: set[torch.cuda.Stream] = set()
-        self._keep: list[torch.Tensor] = []
-
-    def add(
-        self,
-        source: torch.Tensor,
-        low: int,
-        high: int,
-        address: int,
-        *,
-        verbatim: bool,
-        target: torch.Tensor | None = None,
-    ) -> None:
-        """Copy bytes [low, high) of the payload of `source` to `address`, which `target` may view."""
-        nbytes = high - low
-        if source.is_cpu and verbatim and nbytes <= _MEMMOVE_BYTES:
-            ctypes.memmove(address, source.data_ptr() + low, nbytes)
-            return
-        if target is None:
-            target = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
-        if not source.is_cuda:
-            if not verbatim and nbytes == source.nbytes:
-                # Rearranged on the way, without a copy in between.
-                dense = torch.empty(0, dtype=source.dtype, device="cpu").set_(
-                    target.untyped_storage(), 0, source.shape, contiguous_strides(source.shape)
-                )
-                dense.copy_(source)
-                return
-            part = _flat_bytes(source)[low:high] if verbatim else _span(source, low, high)
-            target.copy_(part)
-            return
-        stream = self._stager._stream(source.device)  # noqa: SLF001 - one room
-        self._streams.add(stream)
-        self._keep.append(source)
-        with torch.cuda.stream(stream):
-            if verbatim:
-                target.copy_(_flat_bytes(source)[low:high], non_blocking=True)
-                return
-            # Each piece is let go at once: what is allocated next on this stream is written after its copy.
-            for start in range(low, high, _PIECE_BYTES):
-                end = min(start + _PIECE_BYTES, high)
-                target[start - low : end - low].copy_(_span(source, start, end), non_blocking=True)
-
-    def end(self, *, caller_waits: bool = False) -> CopyTicket:
-        """Return the ticket of the group; with `caller_waits` the caller's streams wait for the copies."""
-        words = []
-        for stream in self._streams:
-            word = self._stager.take_word()
-            with torch.cuda.stream(stream):
-                one = torch.ones(1, dtype=torch.int64, device=stream.device)
-                torch.frombuffer(word, dtype=torch.int64).copy_(one, non_blocking=True)
-                self._keep.append(one)
-                event = stream.record_event()
-            if caller_waits:
-                torch.cuda.current_stream(stream.device).wait_event(event)
-            words.append((word, event))
-        memory = self._stager.word_slab() if words else None
-        return CopyTicket(words, self._keep, self._stager._words.extend, memory)  # noqa: SLF001 - one room
-
-    def settle(self) -> bool:
-        """After a failure, wait for the copies that were begun; returns whether they have ended."""
-        if not self._streams:
-            return True
-        try:
-            self.end().wait(_SETTLE_S)
-        except (StagingError, RuntimeError):
-            return False
-        return True
+def _copy_on_host(
+    source: torch.Tensor,
+    low: int,
+    high: int,
+    address: int,
+    *,
+    verbatim: bool,
+    target: torch.Tensor | None = None,
+) -> None:
+    """Copy bytes [low, high) of the payload of a tensor that is on no GPU to `address`."""
+    nbytes = high - low
+    if source.is_cpu and verbatim and nbytes <= _MEMMOVE_BYTES:
+        ctypes.memmove(address, source.data_ptr() + low, nbytes)
+        return
+    if target is None:
+        target = host_view(address, nbytes)
+    if not verbatim and nbytes == source.nbytes:
+        # Rearranged on the way, without a copy in between.
+        dense = torch.empty(0, dtype=source.dtype, device="cpu").set_(
+            target.untyped_storage(), 0, source.shape, contiguous_strides(source.shape)
+        )
+        dense.copy_(source)
+        return
+    target.copy_(flat_bytes(source)[low:high] if verbatim else contiguous_span(source, low, high))
 
 
 def _into_blocks(sizes: list[int]) -> list[tuple[int, list[int], int]]:

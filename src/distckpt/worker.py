@@ -1,14 +1,21 @@
-"""One write lane: takes ranges of the arena to storage, in the caller's process or in one of its own.
+"""One write lane: takes parts of files from the arena to storage, in the caller's process or in its own.
 
-`LaneWriter` is what a lane does; `main` runs one in a process that was started by exec. Messages between the
-two processes are length-prefixed JSON on a socket of their own (a stray print of some client library goes to
-stderr); slabs arrive beside them as file descriptors.
+`LaneWriter` is what a lane does; `main` runs one in a process that was started by exec. What stays the same
+from save to save, a `Plan`, is sent once; a `Job` names one save of it. Which part may be written and which
+is written stands on the `Board`, in memory that the engine, the GPU and all lanes share. Which part a lane
+takes next it reads from pipes that all lanes share: its own first, then those of its neighbours. The few
+messages between the two processes are length-prefixed JSON on a socket of their own (a stray print of some
+client library goes to stderr); slabs and pipes arrive beside them as file descriptors.
 
 Invariants:
-    * Every message carries the id of the save that it belongs to.
-    * A file is acknowledged as done only after its bytes are durable and its size was checked.
-    * The process ends after its parent's death, with the tasks that it has already taken, whatever thread or
-      fork still holds the socket.
+    * Every message about a save carries its id, and a lane has one save at a time.
+    * A part is written by the one lane that took its number out of a pipe, and not before its ready word
+      holds the tag of the save.
+    * A part is done once the storage has accepted all of its bytes and its checksums stand on the board. A
+      lane answers "done" once everything that it wrote is durable.
+    * A lane creates, resizes and removes no file.
+    * The process ends after its parent's death, with the part that it is writing, whatever thread or fork
+      still holds the socket or the pipes.
 
 Torch-free.
 """
@@ -17,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import mmap
 import os
@@ -24,75 +32,202 @@ import select
 import signal
 import socket
 import struct
+import threading
 import traceback
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import crc32c
 
 from distckpt.errors import WriteError
+from distckpt.priority import lower
 from distckpt.storage import ImageFile, Storage, reopen_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 CHECKSUM_BLOCK_BYTES = 4 << 20
 """Checksums end at every multiple of this in a file, and where an item does."""
 ZEROS = -1
-_ZERO_BYTES = bytes(4096)
+STOP = (1).to_bytes(8, "little")
+"""What the first bytes of a board are once its save is given up."""
+PART_NUMBER = struct.Struct("<I")
+"""How the number of a part stands in a pipe: reads of one are atomic, whoever else reads."""
+_ZERO_PAGE = mmap.mmap(-1, mmap.PAGESIZE)
+_WORD_BYTES = 8
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 1 << 16
-_MAX_FDS = 8
+MAX_FDS = 8
+"""Descriptors beside one message, at most; Linux allows 253 (unix(7), SCM_RIGHTS)."""
+_MOST_OPEN = 32
+"""Files that a lane keeps open: each has two descriptors, and `ulimit -n` may be 256."""
+SHORTEST_PAUSE_S = 0.0002
+LONGEST_PAUSE_S = 0.001
 
 
-@dataclass(frozen=True)
-class Task:
-    """Bytes of one file for one lane to write.
+class Part(NamedTuple):
+    """A stretch of one file that one lane writes.
 
     Attributes:
-        save_id: The save that this belongs to.
-        sequence: Number of the task within its engine, given back in the acknowledgement.
-        storage: Description of the storage, as `Storage.spec`.
-        names: Names for the file, in order of preference; the first that is free is taken.
+        file: Index of the file within its plan.
         offset: Bytes from the start of the file.
         pieces: Where the bytes are, one after the other: (slab, offset in the slab, bytes); slab `ZEROS`
             stands for bytes that are 0.
-        spans: Flat list of (start, bytes) within this task, sorted, one for each checksum to take.
-        file_nbytes: Size of the whole file with its last task, which makes it durable; None before.
+        spans: Flat list of (start, bytes) within the part, sorted, one for each checksum to take.
     """
 
-    save_id: str
-    sequence: int
-    storage: dict[str, str]
-    names: tuple[str, ...]
+    file: int
     offset: int
     pieces: tuple[tuple[int, int, int], ...]
     spans: tuple[int, ...] = ()
-    file_nbytes: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this task writes."""
+        """Bytes that this part writes."""
         return sum(piece[2] for piece in self.pieces)
 
 
 @dataclass(frozen=True)
-class Ack:
-    """What became of a task, or of the order to abort a save (`sequence` is then -1).
+class Plan:
+    """What stays the same from save to save.
 
     Attributes:
-        save_id: The save of the task.
-        sequence: The task's number.
-        name: Name under which the file was created.
-        checksums: CRC32C of each span.
-        error: None, or what `WriteError` needs: message, errno, path, offset.
+        plan_id: Number that no other plan of the same engine has.
+        files: Final size of each file in bytes.
+        parts: What makes up the files; parts of one file need not be neighbours.
+        board: Where the board is: (slab, offset in the slab), page-aligned.
+    """
+
+    plan_id: int
+    files: tuple[int, ...]
+    parts: tuple[Part, ...]
+    board: tuple[int, int]
+
+    @cached_property
+    def num_spans(self) -> tuple[int, ...]:
+        """Number of checksums of each part, as `Board` wants it."""
+        return tuple(len(part.spans) // 2 for part in self.parts)
+
+    @cached_property
+    def slabs(self) -> frozenset[int]:
+        """The slabs that a lane must map."""
+        pieces = itertools.chain.from_iterable(part.pieces for part in self.parts)
+        return frozenset(piece[0] for piece in pieces) - {ZEROS} | {self.board[0]}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save.
+
+    Attributes:
+        save_id: The save.
+        plan_id: What it writes.
+        storage: Description of the storage, as `Storage.spec`.
+        names: Name of each file of the plan; the engine has created them, exclusively.
+        tag: What the ready word of a part holds once the part has arrived; not 0, and of this save alone.
     """
 
     save_id: str
-    sequence: int
-    name: str = ""
-    checksums: tuple[int, ...] = ()
-    error: dict[str, Any] | None = field(default=None)
+    plan_id: int
+    storage: dict[str, str]
+    names: tuple[str, ...]
+    tag: int
+
+
+class Board:
+    """What engine, GPU and lanes tell each other of one save, in shared memory.
+
+    Layout: a stop flag of 8 bytes, one ready word of 8 bytes for each part, one byte for each part that is
+    done (padded to a multiple of 8 in all), 4 bytes for each checksum in the order of the parts. A ready word
+    has one writer, the GPU or the engine; a done byte and the checksums of its part have one, the lane that
+    took the part.
+
+    Args:
+        memory: Bytes of a slab, from the board's start, at least `nbytes(num_spans)`. The board keeps views
+            of them until `release`.
+        num_spans: Number of checksums of each part.
+    """
+
+    ready_offset = _WORD_BYTES
+    """Bytes from the board's start to the first ready word."""
+
+    def __init__(self, memory: memoryview, num_spans: Sequence[int]) -> None:
+        self._num_parts = len(num_spans)
+        self._first_span = [0, *itertools.accumulate(num_spans)]
+        ready_end = self.ready_offset + _WORD_BYTES * self._num_parts
+        done_end = ready_end + self._num_parts
+        checksums = ready_end + _padded(self._num_parts)
+        self._words = memory[:ready_end].cast("Q")
+        self._done = memory[ready_end:done_end]
+        self._flags = memory[:done_end]
+        self._checksums = memory[checksums : checksums + PART_NUMBER.size * self._first_span[-1]]
+
+    @staticmethod
+    def nbytes(num_spans: Sequence[int]) -> int:
+        """Return the bytes that a board for parts with so many checksums each takes."""
+        num_parts = len(num_spans)
+        ready_end = Board.ready_offset + _WORD_BYTES * num_parts
+        return ready_end + _padded(num_parts) + PART_NUMBER.size * sum(num_spans)
+
+    def clear(self) -> None:
+        """Begin a save: it goes on, nothing is ready, nothing is done."""
+        self._flags[:] = bytes(self._flags.nbytes)
+
+    def set_ready(self, part: int, tag: int) -> None:
+        """Say that the bytes of `part` have arrived, where no GPU says so."""
+        self._words[1 + part] = tag
+
+    def set_all_ready(self, tag: int) -> None:
+        """Say so of every part."""
+        self._flags[self.ready_offset : self._words.nbytes] = tag.to_bytes(8, "little") * self._num_parts
+
+    def is_ready(self, part: int, tag: int) -> bool:
+        """Say whether the bytes of `part` have arrived in the save whose tag is `tag`."""
+        return self._words[1 + part] == tag
+
+    def is_done(self, part: int) -> bool:
+        """Say whether the storage has accepted all of `part`; it is not durable yet."""
+        return self._done[part] != 0
+
+    def set_done(self, part: int) -> None:
+        """Say that the storage has accepted all of `part`, and that its checksums are set."""
+        self._done[part] = 1
+
+    def num_done(self) -> int:
+        """Return the number of parts that are done."""
+        return self._done.tobytes().count(1)
+
+    def stop(self) -> None:
+        """Give the save up: no lane takes or waits for another part."""
+        self._words[0] = 1
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the save was given up."""
+        return self._words[0] != 0
+
+    def set_checksums(self, part: int, packed: bytes) -> None:
+        """Set the checksums of `part`, 4 bytes each, little-endian."""
+        self._checksums[self._checksum_range(part, part + 1)] = packed
+
+    def checksums(self, first_part: int, end_part: int) -> bytes:
+        """Return the checksums of the parts from `first_part` to before `end_part`, as they were set."""
+        return self._checksums[self._checksum_range(first_part, end_part)].tobytes()
+
+    def release(self) -> None:
+        """Drop the views of the memory; idempotent."""
+        for view in (self._words, self._done, self._flags, self._checksums):
+            view.release()
+
+    def _checksum_range(self, first_part: int, end_part: int) -> slice:
+        first, end = self._first_span[first_part], self._first_span[end_part]
+        return slice(PART_NUMBER.size * first, PART_NUMBER.size * end)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _WORD_BYTES) * _WORD_BYTES
 
 
 def checksum(data: memoryview | bytes | bytearray) -> int:
@@ -110,11 +245,11 @@ def block_spans(offset: int, nbytes: int) -> Iterable[tuple[int, int]]:
 
 
 class LaneWriter:
-    """Writes the tasks of one lane, in order.
+    """Writes parts of one save after the other.
 
     Args:
         memory: Returns the memory of a slab.
-        open_storage: Opens the storage that a task names.
+        open_storage: Opens the storage that a job names.
     """
 
     def __init__(
@@ -124,68 +259,188 @@ class LaneWriter:
     ) -> None:
         self._memory = memory
         self._open_storage = open_storage
-        self._images: dict[tuple[str, str], ImageFile] = {}
-        self._aborted = ""
+        self._plans: dict[int, Plan] = {}
+        self._current: _Current | None = None
+        # By index of the file; the one that was written to last is the last.
+        self._images: dict[int, ImageFile] = {}
 
-    def write(self, task: Task) -> Ack:
-        """Write `task`; a failure is in the acknowledgement, and the save's files are given up."""
-        if task.save_id == self._aborted:
-            # What was queued behind a failure must not begin the file anew.
-            late = WriteError("the save was given up", errno=errno.ECANCELED)
-            return Ack(task.save_id, task.sequence, task.names[0], (), _describe(late))
-        key = (task.save_id, task.names[-1])
-        try:
-            # Those of earlier saves that are finished are kept until here, for `abort`.
-            self._images = {k: image for k, image in self._images.items() if k[0] == task.save_id}
-            image = self._images.get(key)
-            if image is None:
-                image = self._open_storage(task.storage).create_image(task.names)
-                self._images[key] = image
-            checksums = self._write_pieces(image, task)
-            if task.file_nbytes is not None:
-                image.finish(task.file_nbytes)
-        except WriteError as error:
-            self.abort(task.save_id)
-            return Ack(task.save_id, task.sequence, task.names[0], (), _describe(error))
-        return Ack(task.save_id, task.sequence, image.name, checksums)
+    def add_plan(self, plan: Plan) -> None:
+        """Learn what a later job may name."""
+        self._plans[plan.plan_id] = plan
 
-    def abort(self, save_id: str) -> Ack:
-        """Give up every file of `save_id`, finished or not; nothing more is written for it."""
-        self._aborted = save_id
-        for key in [key for key in self._images if key[0] == save_id]:
-            self._images.pop(key).abort()
-        return Ack(save_id, -1)
+    def drop_plan(self, plan_id: int) -> None:
+        """Forget a plan that no later job will name; one that is not known is no error."""
+        self._plans.pop(plan_id, None)
 
-    def _write_pieces(self, image: ImageFile, task: Task) -> tuple[int, ...]:
-        checksums: list[int] = []
-        spans, at, start = task.spans, 0, 0
-        buffers: list[memoryview] = []
-        offset, waiting = task.offset, 0
-        with contextlib.ExitStack() as views:
-            for slab, slab_offset, nbytes in task.pieces:
-                whole = memoryview(_ZERO_BYTES if slab == ZEROS else self._memory(slab))
-                view = views.enter_context(views.enter_context(whole)[slab_offset : slab_offset + nbytes])
-                # A span never crosses a piece: items are contiguous in the arena, and so are ranges.
-                while at < len(spans) and spans[at] < start + nbytes:
-                    low = spans[at] - start
-                    checksums.append(checksum(view[low : low + spans[at + 1]]))
-                    at += 2
-                buffers.append(view)
-                start += nbytes
-                waiting += nbytes
-                # Written while the checksum has left the bytes in the processor's cache, as far as it can.
-                if waiting >= CHECKSUM_BLOCK_BYTES:
-                    image.write(offset, buffers)
-                    offset, waiting = offset + waiting, 0
-                    buffers = []
-            if buffers:
+    def begin(self, job: Job) -> None:
+        """Write parts of `job` from now on."""
+        assert self._current is None, "one save at a time"
+        plan = self._plans[job.plan_id]
+        slab, offset = plan.board
+        storage = self._open_storage(job.storage)
+        with memoryview(self._memory(slab)) as whole, whole[offset:] as memory:
+            board = Board(memory, plan.num_spans)
+        self._current = _Current(job, plan, board, storage)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the save was given up by its engine."""
+        return self._get().board.is_stopped
+
+    def is_ready(self, part_index: int) -> bool:
+        """Say whether the bytes of a part have arrived."""
+        current = self._get()
+        return current.board.is_ready(part_index, current.job.tag)
+
+    def write(self, part_index: int) -> None:
+        """Write a part that is ready; then its checksums are on the board, and it is done.
+
+        Args:
+            part_index: Index of the part within the plan.
+
+        Raises:
+            WriteError: The storage refused; errno, path and offset are filled.
+        """
+        current = self._get()
+        part = current.plan.parts[part_index]
+        packed = self._write_pieces(self._image(current, part.file), part)
+        current.board.set_checksums(part_index, packed)
+        current.board.set_done(part_index)
+
+    def finish(self) -> None:
+        """Make everything durable that was written, and end the save.
+
+        Raises:
+            WriteError: Something is not durable; the save is then still to be aborted.
+        """
+        while self._images:
+            self._finish_oldest()
+        self.abort()
+
+    def abort(self) -> None:
+        """End the save as it is; what it wrote stays where it is. Idempotent, never raises."""
+        for image in self._images.values():
+            image.close()
+        self._images.clear()
+        if self._current is not None:
+            self._current.board.release()
+            self._current = None
+
+    def _get(self) -> _Current:
+        assert self._current is not None, "no save has begun"
+        return self._current
+
+    def _image(self, current: _Current, file: int) -> ImageFile:
+        image = self._images.pop(file, None)
+        if image is None:
+            while len(self._images) >= _MOST_OPEN:
+                self._finish_oldest()
+            image = current.storage.open_image(current.job.names[file])
+        self._images[file] = image
+        return image
+
+    def _finish_oldest(self) -> None:
+        file = next(iter(self._images))
+        self._images[file].finish()
+        del self._images[file]
+
+    def _write_pieces(self, image: ImageFile, part: Part) -> bytes:
+        checksums = _Checksums(part.spans)
+        offset = part.offset
+        for block in _blocks(part):
+            # Written while the checksums have left the bytes in the processor's cache, as far as it can.
+            with contextlib.ExitStack() as views:
+                buffers = []
+                for slab, slab_offset, nbytes in block:
+                    whole = views.enter_context(
+                        memoryview(_ZERO_PAGE if slab == ZEROS else self._memory(slab))
+                    )
+                    buffers.append(views.enter_context(whole[slab_offset : slab_offset + nbytes]))
+                    checksums.update(buffers[-1])
                 image.write(offset, buffers)
-            buffers.clear()
-        return tuple(checksums)
+                offset += sum(piece[2] for piece in block)
+                buffers.clear()
+        return checksums.packed()
 
 
-def _describe(error: WriteError) -> dict[str, Any]:
+class _Current(NamedTuple):
+    job: Job
+    plan: Plan
+    board: Board
+    storage: Storage
+
+
+def _blocks(part: Part) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield the pieces of `part` cut at every multiple of a checksum block in the file, block by block."""
+    position = part.offset
+    block: list[tuple[int, int, int]] = []
+    for slab, slab_offset, nbytes in part.pieces:
+        done = 0
+        while done < nbytes:
+            size = min(nbytes - done, CHECKSUM_BLOCK_BYTES - position % CHECKSUM_BLOCK_BYTES)
+            if slab == ZEROS:
+                size = min(size, mmap.PAGESIZE)
+                block.append((ZEROS, 0, size))
+            else:
+                block.append((slab, slab_offset + done, size))
+            done += size
+            position += size
+            if position % CHECKSUM_BLOCK_BYTES == 0:
+                yield block
+                block = []
+    # A file without a byte is opened all the same, and so becomes durable.
+    if block:
+        yield block
+
+
+class _Checksums:
+    """Checksums of spans of a part, taken while its bytes pass by; a span may lie across several buffers."""
+
+    def __init__(self, spans: tuple[int, ...]) -> None:
+        self._spans = spans
+        self._at = 0
+        self._position = 0
+        self._value = 0
+        self._values: list[int] = []
+
+    def update(self, view: memoryview) -> None:
+        """Take the next bytes of the part."""
+        start, end = self._position, self._position + view.nbytes
+        while self._at < len(self._spans):
+            low = self._spans[self._at]
+            high = low + self._spans[self._at + 1]
+            if low >= end:
+                break
+            with view[max(low, start) - start : min(high, end) - start] as seen:
+                self._value = int(crc32c.crc32c(seen, self._value))
+            if high > end:
+                break
+            self._values.append(self._value)
+            self._value = 0
+            self._at += 2
+        self._position = end
+
+    def packed(self) -> bytes:
+        """Return all checksums, 4 bytes each, little-endian."""
+        assert self._at == len(self._spans), "the part ends before its last span"
+        return struct.pack(f"<{len(self._values)}I", *self._values)
+
+
+def describe(error: WriteError) -> dict[str, Any]:
+    """Return, as plain JSON values, what `WriteError` needs to be built anew."""
     return {"message": str(error), "errno": error.errno, "path": error.path, "offset": error.offset}
+
+
+def encode(kind: str, body: object = None, save_id: str = "") -> bytes:
+    """Return a message as `Channel.send` takes it, to be sent to any number of processes.
+
+    Args:
+        kind: What it is about.
+        body: Plain JSON values.
+        save_id: The save that it belongs to, if it does.
+    """
+    data = json.dumps({"kind": kind, "save_id": save_id, "body": body}, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(data)) + data
 
 
 class Channel:
@@ -206,20 +461,17 @@ class Channel:
         self._fds: list[int] = []
         self._closed = False
 
-    def send(
-        self, message: dict[str, Any], fds: tuple[int, ...] = (), timeout_s: float | None = None
-    ) -> None:
+    def send(self, message: bytes, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
         """Send one message.
 
         What arrives meanwhile is read and kept: with both sockets full, each end would wait for the other.
 
         Args:
-            message: Plain JSON values.
-            fds: Descriptors, duplicated into the other process.
+            message: What `encode` returned.
+            fds: Descriptors, duplicated into the other process; at most `MAX_FDS`.
             timeout_s: Seconds that the other end may take to read any of it; None: as long as it lives.
         """
-        body = json.dumps(message).encode()
-        data = memoryview(_LENGTH.pack(len(body)) + body)
+        data = memoryview(message)
         while data:
             try:
                 sent = socket.send_fds(self.socket, [data], fds) if fds else self.socket.send(data)
@@ -248,7 +500,7 @@ class Channel:
 
     def _read(self) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self.socket, _RECEIVE_BYTES, _MAX_FDS)
+            data, fds, _, _ = socket.recv_fds(self.socket, _RECEIVE_BYTES, MAX_FDS)
         except BlockingIOError:
             return
         self._closed = not data
@@ -266,22 +518,30 @@ class Channel:
         return self._fds.pop(0)
 
 
-def to_message(value: Task | Ack) -> dict[str, Any]:
-    """Return `value` as plain JSON values."""
+def plan_message(plan: Plan) -> bytes:
+    """Return the message that hands `plan` to a worker."""
     # Not dataclasses.asdict, which copies every number of a long list.
-    return vars(value).copy()
+    return encode("plan", [plan.plan_id, plan.files, plan.parts, plan.board])
 
 
-def task_from(message: dict[str, Any]) -> Task:
-    """Rebuild a task from its message."""
-    names, spans = tuple(message["names"]), tuple(message["spans"])
-    pieces = tuple((slab, offset, nbytes) for slab, offset, nbytes in message["pieces"])
-    return Task(**{**message, "names": names, "spans": spans, "pieces": pieces})
+def plan_from(body: Sequence[Any]) -> Plan:
+    """Rebuild a plan from the body of its message."""
+    plan_id, files, rows, (slab, offset) = body
+    parts = tuple(
+        Part(file, start, tuple((index, at, nbytes) for index, at, nbytes in pieces), tuple(spans))
+        for file, start, pieces, spans in rows
+    )
+    return Plan(plan_id, tuple(files), parts, (slab, offset))
 
 
-def ack_from(message: dict[str, Any]) -> Ack:
-    """Rebuild an acknowledgement from its message."""
-    return Ack(**{**message, "checksums": tuple(message["checksums"])})
+def job_message(job: Job) -> bytes:
+    """Return the message that begins `job`."""
+    return encode("begin", vars(job), job.save_id)
+
+
+def job_from(body: dict[str, Any]) -> Job:
+    """Rebuild a job from the body of its message."""
+    return Job(**{**body, "names": tuple(body["names"])})
 
 
 class _Slabs:
@@ -290,7 +550,8 @@ class _Slabs:
 
     def add(self, index: int, fd: int, nbytes: int) -> None:
         try:
-            self._mappings[index] = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            # Writable for the board's sake.
+            self._mappings[index] = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fd)
 
@@ -303,36 +564,156 @@ class _Slabs:
         return self._mappings[index]
 
 
-def _serve(channel: Channel, parent_pidfd: int) -> None:
-    slabs = _Slabs()
-    writer = LaneWriter(slabs.memory)
-    poller = select.poll()
-    poller.register(channel.socket, select.POLLIN)
-    poller.register(parent_pidfd, select.POLLIN)
-    while True:
-        if any(fd == parent_pidfd for fd, _ in poller.poll(0 if channel.messages else None)):
-            return
-        messages, closed = channel.receive()
+class _Server:
+    """The loop of a worker process: obeys messages, and while a save is on takes parts out of the pipes."""
+
+    def __init__(self, channel: Channel, parent_pidfd: int) -> None:
+        self._channel = channel
+        self._parent_pidfd = parent_pidfd
+        self._slabs = _Slabs()
+        self._writer = LaneWriter(self._slabs.memory)
+        self._lane = 0
+        self._queues: list[int] = []
+        self._save_id: str | None = None
+        self._is_last = False
+        # Taken, and not ready yet. Besides a part of a neighbour one of its own is taken: whatever order of
+        # staging a part waits for, the lane that owns the earliest one then always gets at it.
+        self._own: int | None = None
+        self._stolen: int | None = None
+        self._pause_s = SHORTEST_PAUSE_S
+        self._pause = threading.Event()
+        self._without_queues = select.poll()
+        self._with_queues = select.poll()
+        for poller in (self._without_queues, self._with_queues):
+            poller.register(channel.socket, select.POLLIN)
+            poller.register(parent_pidfd, select.POLLIN)
+
+    def run(self) -> None:
+        """Serve until the parent closes the socket or dies."""
+        while self._obey(self._advance()):
+            pass
+
+    def _advance(self) -> float | None:
+        """Do one thing for the save; returns the seconds to wait before the next, None: for a message."""
+        if self._save_id is None:
+            return None
+        if self._writer.is_stopped:
+            self._end()
+            return None
+        try:
+            part = self._take_ready()
+            if part is not None:
+                self._writer.write(part)
+                self._pause_s = SHORTEST_PAUSE_S
+                return 0.0
+            if self._own is not None or self._stolen is not None:
+                pause_s = self._pause_s
+                self._pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                return pause_s
+            if not self._is_last:
+                return None
+            self._writer.finish()
+        except WriteError as error:
+            answer = encode("error", describe(error), self._save_id)
+        else:
+            answer = encode("done", None, self._save_id)
+        self._end()
+        self._channel.send(answer)
+        return None
+
+    def _take_ready(self) -> int | None:
+        if self._own is None:
+            self._own = self._take(0, 1)
+        if self._own is None and self._stolen is None:
+            self._stolen = self._take(1, len(self._queues))
+        part = self._own
+        if part is not None and self._writer.is_ready(part):
+            self._own = None
+            return part
+        part = self._stolen
+        if part is not None and self._writer.is_ready(part):
+            self._stolen = None
+            return part
+        return None
+
+    def _take(self, first: int, end: int) -> int | None:
+        for at in range(first, end):
+            queue = self._queues[(self._lane + at) % len(self._queues)]
+            # Empty, or closed by a parent that ends.
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(queue, PART_NUMBER.size)
+                if data:
+                    return int(PART_NUMBER.unpack(data)[0])
+        return None
+
+    def _obey(self, wait_s: float | None) -> bool:
+        """Wait, and do what messages say; returns whether to go on."""
+        if wait_s:
+            self._pause.wait(wait_s)
+        waits = wait_s is None and not self._channel.messages
+        poller = self._with_queues if waits and self._save_id is not None else self._without_queues
+        if any(fd == self._parent_pidfd for fd, _ in poller.poll(None if waits else 0)):
+            return False
+        messages, closed = self._channel.receive()
         for message in messages:
-            kind, body = message["kind"], message["body"]
-            if kind == "slab":
-                slabs.add(body["index"], channel.take_fd(), body["nbytes"])
-            elif kind == "drop":
-                slabs.drop(body["index"])
-            elif kind == "write":
-                channel.send({"kind": "ack", "body": to_message(writer.write(task_from(body)))})
-            elif kind == "abort":
-                channel.send({"kind": "ack", "body": to_message(writer.abort(body["save_id"]))})
-        if closed:
-            return
+            self._handle(message["kind"], message["save_id"], message["body"])
+        return not closed
+
+    def _handle(self, kind: str, save_id: str, body: Any) -> None:
+        if kind == "slab":
+            self._slabs.add(body["index"], self._channel.take_fd(), body["nbytes"])
+        elif kind == "drop_slab":
+            self._slabs.drop(body)
+        elif kind == "plan":
+            self._writer.add_plan(plan_from(body))
+        elif kind == "drop_plan":
+            self._writer.drop_plan(body)
+        elif kind == "queues":
+            self._add_queues(body["lane"], body["num_fds"])
+        elif kind == "begin":
+            self._writer.begin(job_from(body))
+            self._save_id, self._is_last = save_id, False
+        elif kind == "finish" and save_id == self._save_id:
+            self._is_last = True
+        elif kind == "abort":
+            if save_id == self._save_id:
+                self._end()
+            self._channel.send(encode("aborted", None, save_id))
+
+    def _add_queues(self, lane: int, num_fds: int) -> None:
+        self._lane = lane
+        for _ in range(num_fds):
+            queue = self._channel.take_fd()
+            self._queues.append(queue)
+            self._with_queues.register(queue, select.POLLIN)
+
+    def _end(self) -> None:
+        self._writer.abort()
+        self._save_id = self._own = self._stolen = None
 
 
-def main(socket_fd: int, parent_pid: int) -> NoReturn:
+def _serve(sock: socket.socket, parent_pidfd: int, cores: Sequence[int]) -> None:
+    channel = Channel(sock, parent_pidfd)
+    try:
+        lower(cores)
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, "?")
+        reason = WriteError(
+            f"cannot run on cores {list(cores)} (--ckpt-worker-cores): {error.strerror} [{code}]",
+            errno=error.errno,
+        )
+        channel.send(encode("refused", describe(reason)))
+        return
+    _Server(channel, parent_pidfd).run()
+
+
+def main(socket_fd: int, parent_pid: int, cores: Sequence[int] = ()) -> NoReturn:
     """Serve one lane until the parent closes the socket or dies.
 
     Args:
         socket_fd: The worker's end of the socket pair, inherited.
         parent_pid: Process id of the engine.
+        cores: Cores to run on; none: those that were inherited.
     """
     # Ctrl-C and a scheduler's SIGTERM reach the whole job: whether the save still finishes is the trainer's
     # decision, and this process ends with it in any case.
@@ -344,7 +725,7 @@ def main(socket_fd: int, parent_pid: int) -> NoReturn:
         # The pid may have died and been given to another process before the descriptor was opened.
         if os.getppid() == parent_pid:
             with socket.socket(fileno=socket_fd) as sock:
-                _serve(Channel(sock, parent_pidfd), parent_pidfd)
+                _serve(sock, parent_pidfd, cores)
             status = 0
     except (BrokenPipeError, ConnectionResetError):
         status = 0

@@ -11,15 +11,10 @@ and saves in flight do not mix.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import copyreg
-import io
 import logging
 import os
 import pickle
-import struct
-import sys
 import threading
 import time
 import traceback
@@ -27,19 +22,15 @@ import uuid
 import warnings
 import weakref
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
@@ -47,37 +38,33 @@ from torch.futures import Future as TorchFuture
 
 from distckpt import observe
 from distckpt.commit import (
-    ItemTable,
-    Manifest,
     ManifestRef,
     claim,
-    plan_digest,
     publish,
     refuse_part,
     write_manifest,
 )
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
-from distckpt.engine import Engine, Placement, collector_paused
+from distckpt.engine import Engine, collector_paused
 from distckpt.errors import CheckpointError, CommitError, ConfigError, DistckptWarning, StagingError
-from distckpt.formats import Frame
-from distckpt.geometry import misfit
-from distckpt.staging import Item, StagedUse, StagingFailure, is_raw
+from distckpt.exitstatus import note_failure, watch_exit
+from distckpt.metadata import DCP_VERSION, manifest_of, merge_results, pickle_metadata, resolve_items
+from distckpt.signature import local_tensors
+from distckpt.staging import StagedUse, StagingFailure
 from distckpt.storage import Storage, open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from typing_extensions import Self
 
     from distckpt.staging import CopyTicket
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
-_NEW = copyreg.__newobj__  # type: ignore[attr-defined]
 _DRAIN_POLL_S = 0.02
-DCP_VERSION = "1.0.0"
-"""Source: CURRENT_DCP_VERSION in torch/distributed/checkpoint/filesystem.py, 2.9 to 2.14."""
 _Path = str | os.PathLike[str]
 
 
@@ -305,6 +292,23 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             self._publish(save, metadata, results)
         self._end_staged_save()
 
+    def prewarm(self, state_dict: Mapping[str, Any]) -> Future[int]:
+        """Begin to reserve and pin host memory for a state: its first save then costs what later ones do.
+
+        Args:
+            state_dict: The state, or one like it.
+
+        Returns:
+            A future of the bytes that are reserved; it ends with a `StagingError` if they cannot be had.
+
+        Raises:
+            CheckpointError: The writer is closed.
+        """
+        engine = self._get_engine()
+        tensors = [leaf for leaf in local_tensors(state_dict) if leaf.layout is torch.strided]
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        return engine.prewarm([tensor.nbytes for tensor in tensors], devices, before_plan=True)
+
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Copy the state to host memory, for `dcp.async_save`.
 
@@ -321,7 +325,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         future = _StagedState()
         try:
             warn_async_workers(self._config.dist_ckpt_workers, stacklevel=3)
-            _drain_at_exit()
+            watch_exit()
             staged, ticket = self._get_engine().stage(state_dict, future.use)
             with self._staged_lock:
                 self._staged.add(future)
@@ -339,7 +343,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
                 error if isinstance(error, StagingError) else StagingError(f"{type(error).__name__}: {error}")
             )
             _LOG.error("the state could not be staged: %s", error)
-            future.set_result({"distckpt staging": StagingFailure(failure, _note_failure)})
+            future.set_result({"distckpt staging": StagingFailure(failure, note_failure)})
         return future
 
     def synchronize_staging(self) -> None:
@@ -420,21 +424,24 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         engine = self._get_engine()
         storage = self._storage(save)
         with collector_paused():
-            items, dtypes = _resolve(engine, planner, plan.items, rank)
+            items, dtypes = resolve_items(engine, planner, plan.items, rank)
         if dtypes:
             _LOG.warning(
                 "the plan, cached or made by the planner, states another dtype than %d tensors have; "
                 "the metadata will state what was written: %s", len(dtypes), _first(dtypes)
             )  # fmt: skip
-        placements = engine.write(storage, save.save_id, rank, items)
+        written = engine.write(storage, save.save_id, rank, items)
         del items
-        if not placements:
+        if written is None:
             return []
         with collector_paused():
-            manifest = _manifest(save.save_id, rank, self._config.ckpt_format, plan.items, placements)
+            manifest = manifest_of(save.save_id, rank, self._config.ckpt_format, plan.items, written)
+            table = manifest.items
             results = [
-                WriteResult(item.index, place.nbytes, _StorageInfo(place.file, place.offset, place.nbytes))
-                for item, place in zip(plan.items, placements, strict=True)
+                WriteResult(item.index, size, _StorageInfo(written.names[file], offset, size))
+                for item, file, offset, size in zip(
+                    plan.items, table.item_files, table.offsets, table.sizes, strict=True
+                )
             ]
         ref = write_manifest(storage, manifest)
         first = results[0]
@@ -467,8 +474,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             for fqn, dtype in r.dtypes.items()
         }
         with collector_paused():
-            metadata.storage_data = _merge(metadata, results, whole=participant.use_collectives)
-            pickled = _pickle(metadata, dtypes)
+            metadata.storage_data = merge_results(metadata, results, whole=participant.use_collectives)
+            pickled = pickle_metadata(metadata, dtypes)
         publish(
             self._storage(save),
             pickled,
@@ -496,7 +503,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             # As text: a handler that keeps records would keep the traceback, and so the staged state.
             text = f"{type(error).__name__}: {error}"
             _LOG.error("save %s of %s failed: %s", save.save_id, save.path, text)
-            _note_failure()
+            note_failure()
             self._end_staged_save()
             # The names in frames that have ended would hold staged tensors for as long as the error is kept.
             traceback.clear_frames(error.__traceback__)
@@ -516,187 +523,6 @@ def _travels(error: BaseException) -> bool:
     return True
 
 
-def _resolve(
-    engine: Engine, planner: SavePlanner, write_items: list[WriteItem], rank: int
-) -> tuple[list[Item], dict[str, torch.dtype]]:
-    """Return the items, and the dtypes of those whose plan says another.
-
-    Raises:
-        StagingError: The state could not be staged, or a tensor has not the shape that the plan says.
-    """
-    items: list[Item] = []
-    dtypes: dict[str, torch.dtype] = {}
-    for write_item in write_items:
-        data: Any = planner.resolve_data(write_item)
-        if isinstance(data, StagingFailure):
-            raise data.error
-        if write_item.type is WriteItemType.BYTE_IO:
-            items.append(Item(Frame(bytes(data.getbuffer()), b"")))
-            continue
-        planned = write_item.tensor_data
-        if planned is not None:
-            if data.shape != planned.chunk.sizes:
-                raise StagingError(
-                    f"{write_item.index.fqn!r} has shape {tuple(data.shape)} where the plan says "
-                    f"{tuple(planned.chunk.sizes)} (rank {rank})",
-                    rank=rank,
-                )
-            if data.dtype != planned.properties.dtype:
-                dtypes[write_item.index.fqn] = data.dtype
-        try:
-            items.append(engine.item(data) if is_raw(data) else _saved(data))
-        except StagingError as error:
-            raise StagingError(f"{write_item.index.fqn!r}: {error} (rank {rank})", rank=rank) from error
-    return items, dtypes
-
-
-def _saved(data: torch.Tensor) -> Item:
-    """Return what is no plain memory as torch.save writes it."""
-    buffer = io.BytesIO()
-    torch.save(data.detach().cpu(), buffer)
-    return Item(Frame(bytes(buffer.getbuffer()), b""))
-
-
-def _manifest(
-    save_id: str, rank: int, file_format: str, write_items: list[WriteItem], placements: list[Placement]
-) -> Manifest:
-    files: dict[str, int] = {}
-    for place in placements:
-        end = place.offset + place.nbytes
-        if end > files.get(place.file, -1):
-            files[place.file] = end
-    numbers = {name: number for number, name in enumerate(files)}
-    packed: list[list[Placement]] = [[] for _ in files]
-    for place in placements:
-        packed[numbers[place.file]].append(place)
-    fqns = [item.index.fqn for item in write_items]
-    return Manifest(
-        save_id=save_id,
-        rank=rank,
-        format=file_format,
-        plan=plan_digest(
-            fqns,
-            [
-                (item.index.offset, data and (data.chunk.sizes, data.properties.dtype))
-                for item in write_items
-                for data in [item.tensor_data]
-            ],
-        ),
-        files=files,
-        checksums=[_pack_checksums(places) for places in packed],
-        items=ItemTable(
-            fqns=fqns,
-            chunks=[item.index.offset for item in write_items],
-            item_files=[numbers[place.file] for place in placements],
-            offsets=[place.offset for place in placements],
-            sizes=[place.nbytes for place in placements],
-        ),
-    )
-
-
-def _pack_checksums(places: list[Placement]) -> bytes:
-    ordered = sorted(places, key=lambda place: place.offset)
-    checksums = [value for place in ordered for value in place.checksums]
-    return struct.pack(f"<{len(checksums)}I", *checksums)
-
-
-def _merge(
-    metadata: Metadata, results: list[list[WriteResult]], *, whole: bool
-) -> dict[MetadataIndex, _StorageInfo]:
-    """Return where each item lies, after checking that every chunk of the metadata was written once.
-
-    Raises:
-        CommitError: One was not.
-    """
-    # Plain tuples: hashing and building a MetadataIndex costs several times as much.
-    merged: dict[tuple[str, Any], WriteResult] = {}
-    for rank, written in enumerate(results):
-        for result in written:
-            key = (result.index.fqn, result.index.offset)
-            earlier = merged.setdefault(key, result)
-            if earlier is not result:
-                merged[key] = _fuller(metadata, earlier, result, rank)
-    for fqn, entry in metadata.state_dict_metadata.items():
-        missing = None
-        if isinstance(entry, BytesStorageMetadata):
-            missing = None if (fqn, None) in merged else "its bytes"
-        else:
-            for chunk in entry.chunks:
-                if (fqn, chunk.offsets) not in merged:
-                    missing = f"chunk {tuple(chunk.offsets)}"
-            if whole and missing is None and len(entry.chunks) > 1:
-                missing = misfit(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-        if missing is not None:
-            raise CommitError(f"not published: nobody wrote {fqn!r} completely: {missing}")
-    return {result.index: result.storage_data for result in merged.values()}
-
-
-def _fuller(metadata: Metadata, first: WriteResult, second: WriteResult, rank: int) -> WriteResult:
-    # An empty shard may have the offsets of a real one: the real one is what a reader must find.
-    entry = metadata.state_dict_metadata[first.index.fqn]
-    if isinstance(entry, TensorStorageMetadata):
-        counts = [
-            entry.chunks[r.index.index].sizes.numel() if r.index.index is not None else r.size_in_bytes
-            for r in (first, second)
-        ]
-        if 0 in counts:
-            return first if counts[0] else second
-    raise CommitError(
-        f"not published: {first.index.fqn!r} was written by two ranks, the second is rank {rank}"
-    )
-
-
-def _pickle(metadata: Metadata, dtypes: dict[str, torch.dtype]) -> bytes:
-    """Return `metadata` pickled so that equal shapes, properties and chunks are one object each.
-
-    Plain pickle spells them out for every tensor, and asks every object anew how it is to be reduced: three
-    times the time and a third more bytes.
-
-    Args:
-        metadata: What torch's planner says of the whole; it is not changed.
-        dtypes: Dtypes to state instead of the planner's.
-    """
-    shapes: dict[object, object] = {}
-    properties: dict[object, object] = {}
-    chunks: dict[object, object] = {}
-
-    def reduce_index(index: MetadataIndex) -> tuple[Any, ...]:
-        offset = shapes.setdefault(index.offset, index.offset)
-        return _NEW, (MetadataIndex,), {"fqn": index.fqn, "index": index.index, "offset": offset}
-
-    def reduce_tensor(entry: TensorStorageMetadata) -> tuple[Any, ...]:
-        own = entry.properties
-        state = {
-            "properties": properties.setdefault(tuple(own.__dict__.values()), own),
-            "size": shapes.setdefault(entry.size, entry.size),
-            "chunks": [chunks.setdefault((chunk.offsets, chunk.sizes), chunk) for chunk in entry.chunks],
-        }
-        return _NEW, (TensorStorageMetadata,), state
-
-    entries = {
-        fqn: replace(entry, properties=replace(entry.properties, dtype=dtypes[fqn]))
-        if fqn in dtypes and isinstance(entry, TensorStorageMetadata)
-        else entry
-        for fqn, entry in metadata.state_dict_metadata.items()
-    }
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer)
-    pickler.dispatch_table = {
-        **copyreg.dispatch_table,
-        MetadataIndex: reduce_index,
-        TensorStorageMetadata: reduce_tensor,
-        _StorageInfo: _reduce_info,
-    }
-    pickler.dump(replace(metadata, state_dict_metadata=entries))
-    return buffer.getvalue()
-
-
-def _reduce_info(info: _StorageInfo) -> tuple[Any, ...]:
-    # As its __getstate__ does: what is None is left out.
-    state = {"relative_path": info.relative_path, "offset": info.offset, "length": info.length}
-    return _NEW, (_StorageInfo,), state
-
-
 def _first(names: Mapping[str, object]) -> str:
     return ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
 
@@ -710,7 +536,7 @@ def _complete(future: _StagedState, staged: dict[str, Any], ticket: CopyTicket, 
         failure = (
             error if isinstance(error, StagingError) else StagingError(f"{type(error).__name__}: {error}")
         )
-        staged = {"distckpt staging": StagingFailure(failure, _note_failure)}
+        staged = {"distckpt staging": StagingFailure(failure, note_failure)}
     future.set_result(staged)
 
 
@@ -727,49 +553,3 @@ def _warn_once_of_process_mode() -> None:
             DistckptWarning,
             stacklevel=2,
         )
-
-
-class _ExitState:
-    """Whether the interpreter is on its way out, and whether a save failed meanwhile."""
-
-    exiting = False
-    failed = False
-    registered = False
-
-
-def _drain_at_exit() -> None:
-    """Let a background save that fails while the interpreter waits for it change the exit status.
-
-    The interpreter joins torch's save threads at exit, so the save itself ends properly; only its result
-    would be lost.
-    """
-    if _ExitState.registered:
-        return
-    _ExitState.registered = True
-    # Called before the interpreter joins threads, unlike atexit. Source: threading._register_atexit, which
-    # concurrent.futures uses for the same purpose (CPython 3.9 to 3.14).
-    threading._register_atexit(_begin_exit)  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-def _begin_exit() -> None:
-    _ExitState.exiting = True
-    # Registered last, so that it is called first and can call each of the others once.
-    atexit.register(_end_exit, os.getpid())
-
-
-def _note_failure() -> None:
-    if _ExitState.exiting:
-        _ExitState.failed = True
-
-
-def _end_exit(owner_pid: int) -> None:
-    if not _ExitState.failed or os.getpid() != owner_pid:
-        return
-    # It calls itself below.
-    _ExitState.failed = False
-    _LOG.error("the last checkpoint was lost: a save failed while the process was exiting")
-    # Only leaving the interpreter here changes its status; what others registered runs first.
-    atexit._run_exitfuncs()  # noqa: SLF001 - has no public name
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)

@@ -1,130 +1,67 @@
-"""The engine: how files are cut, and one save over real lanes and storage."""
+"""The engine: saves in waves and from a residence, over real lanes and storage."""
 
 from __future__ import annotations
 
 import errno
+import gc
+import os
+import signal
+import struct
 import threading
+import time
+import weakref
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distckpt.config import CheckpointConfig
-from distckpt.engine import _MAX_PIECES, Engine, Placement, _File, _Work, _works
-from distckpt.errors import WriteError
-from distckpt.formats import LARGE_ALIGNMENT, Frame, lay_out
-from distckpt.observe import subscribe
+from distckpt.engine import Engine, Residence, Written
+from distckpt.errors import StagingError, WorkerDied, WriteError
+from distckpt.formats import Frame
+from distckpt.lanes import WorkerLanes
+from distckpt.observe import Event, subscribe
 from distckpt.staging import Item
 from distckpt.storage import Storage, open_storage
-from distckpt.worker import CHECKSUM_BLOCK_BYTES, ZEROS, block_spans, checksum
+from distckpt.worker import block_spans, checksum
+from unit.tensors import memory_of, payload_of
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 
 
 def literal(data: bytes) -> Item:
     return Item(Frame(data, b""))
 
 
-@st.composite
-def files(draw: st.DrawFn) -> _File:
-    """Draw a file whose first items are not staged and whose others lie about in the arena."""
-    sizes = st.one_of(st.integers(0, 5000), st.integers(1 << 19, 3 * CHECKSUM_BLOCK_BYTES))
-    unstaged = draw(st.lists(sizes, max_size=12))
-    # Staged items have a payload, and so a size.
-    staged = [max(1, size) for size in draw(st.lists(sizes, max_size=12))]
-    items = []
-    for size in unstaged:
-        item = literal(b"")
-        item.size = size
-        items.append(item)
-    slab, position = 0, 0
-    for size in staged:
-        if draw(st.booleans()):
-            slab, position = draw(st.integers(0, 3)), draw(st.integers(0, 1000)) * 4096
-        position = -(-position // 64) * 64
-        item = literal(b"")
-        item.size, item.home = size, (slab, position)
-        items.append(item)
-        position += size
-    layout = lay_out([item.size for item in items])
-    placements = [
-        Placement("", offset, item.size) for item, offset in zip(items, layout.offsets, strict=True)
-    ]
-    return _File(0, ("file",), list(range(len(items))), items, layout.offsets, layout.nbytes, placements)
+def bytes_of(item: Item) -> bytes:
+    """Return what the file must hold of an item now, put together without the stager."""
+    prefix, suffix = item.frame
+    if item.tensor is None or not item.nbytes:
+        return prefix + suffix
+    return prefix + (memory_of if item.verbatim else payload_of)(item.tensor) + suffix
 
 
-def spans_of(work: _Work) -> list[tuple[int, int]]:
-    return [
-        (work.low + start, nbytes) for start, nbytes in zip(work.spans[::2], work.spans[1::2], strict=True)
-    ]
+def random_bytes(nbytes: int, seed: int = 0) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(-(2**62), 2**62, (-(-nbytes // 8),), generator=generator)
+    return memory_of(data)[:nbytes]
 
 
-@given(files(), st.integers(1, 4), st.booleans())
-def test_a_file_is_cut_into_parts_that_cover_it(file: _File, blocks: int, checksums: bool) -> None:
-    range_bytes = blocks * CHECKSUM_BLOCK_BYTES
-    works = list(_works(file, range_bytes, checksums))
-    places = [(place.offset, place.nbytes) for place in file.placements if place.nbytes]
-    end = 0
-    for work in works:
-        # Only padding may be left out, and so be a hole that reads as zeros.
-        assert 0 <= work.low - end < LARGE_ALIGNMENT
-        if work.low > end:
-            assert not any(offset < work.low and offset + size > end for offset, size in places)
-        end = work.high
-        assert len(work.pieces) <= _MAX_PIECES + 1
-        if work.pieces:
-            assert sum(nbytes for _, _, nbytes in work.pieces) == work.high - work.low
-        else:
-            assert work.high - work.low <= range_bytes
-    assert end == file.nbytes
-    assert [work.is_last for work in works] == [False] * (len(works) - 1) + [True]
-
-
-@given(files(), st.integers(1, 4))
-def test_checksums_cover_each_item_and_cross_no_part_and_no_piece(file: _File, blocks: int) -> None:
-    covered: dict[int, list[tuple[int, int]]] = {}
-    for work in _works(file, blocks * CHECKSUM_BLOCK_BYTES, True):
-        ends = [work.low]
-        for _, _, nbytes in work.pieces or [(0, 0, work.high - work.low)]:
-            ends.append(ends[-1] + nbytes)
-        for owner, (start, nbytes) in zip(work.owners, spans_of(work), strict=True):
-            covered.setdefault(owner, []).append((start, nbytes))
-            assert work.low <= start < start + nbytes <= work.high
-            assert any(low <= start and start + nbytes <= high for low, high in pairwise(ends))
-        assert work.spans[::2] == sorted(work.spans[::2])
-    for owner, (offset, item) in enumerate(zip(file.offsets, file.items, strict=True)):
-        assert covered.get(owner, []) == list(block_spans(offset, item.size))
-
-
-@given(files(), st.integers(1, 4))
-def test_pieces_of_staged_items_are_where_they_were_staged(file: _File, blocks: int) -> None:
-    homes = {
-        offset: (item.home, item.size)
-        for offset, item in zip(file.offsets, file.items, strict=True)
-        if item.home is not None
-    }
-    for work in _works(file, blocks * CHECKSUM_BLOCK_BYTES, False):
-        at = work.low
-        for slab, slab_offset, nbytes in work.pieces:
-            for offset, (home, size) in homes.items():
-                low, high = max(offset, at), min(offset + size, at + nbytes)
-                if low < high:
-                    assert home == (slab, slab_offset + (low - at) - (low - offset))
-            if slab == ZEROS:
-                assert nbytes < 4096
-            at += nbytes
+def opened(budget: str = "24MiB", workers: int = 1, **settings: Any) -> Engine:
+    # A wait that should not be there ends with the test.
+    config = CheckpointConfig(
+        **{"distributed_timeout_minutes": 0.3} | settings, ckpt_host_memory=budget, dist_ckpt_workers=workers
+    )
+    return Engine.open(config)
 
 
 @pytest.fixture(params=[1, 2])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    opened = Engine.open(CheckpointConfig(dist_ckpt_workers=request.param, ckpt_host_memory="24MiB"))
-    yield opened
-    opened.close()
+    one = opened(workers=request.param)
+    yield one
+    one.close()
 
 
 @pytest.fixture
@@ -132,49 +69,146 @@ def storage(tmp_path: Path) -> Storage:
     return open_storage(tmp_path / "checkpoint")
 
 
-def check(storage: Storage, placements: list[Placement], data: list[bytes], checksums: bool = True) -> None:
-    assert len(placements) == len(data)
-    for place, expected in zip(placements, data, strict=True):
-        assert storage.read(place.file, place.offset, place.nbytes) == bytearray(expected)
-        blocks = [
-            checksum(expected[at - place.offset : at - place.offset + n])
-            for at, n in block_spans(place.offset, place.nbytes)
+def check(storage: Storage, written: Written | None, data: list[bytes], checksums: bool = True) -> None:
+    """Assert that the files hold the items and zeros between them, and that the checksums are theirs."""
+    assert written is not None
+    image = written.image
+    assert image.sizes == [len(part) for part in data]
+    for number, (name, file) in enumerate(zip(written.names, image.files, strict=True)):
+        whole = bytearray(file.nbytes)
+        blocks = []
+        for index, offset in zip(file.items, file.offsets, strict=True):
+            whole[offset : offset + len(data[index])] = data[index]
+            blocks += [
+                checksum(data[index][at - offset : at - offset + n])
+                for at, n in block_spans(offset, len(data[index]))
+            ]
+        # Not `==` alone, whose failure would print megabytes.
+        is_same = storage.read(name) == whole
+        assert is_same, name
+        packed = struct.pack(f"<{len(blocks)}I", *blocks) if checksums else b""
+        assert written.checksums[number] == packed, name
+    assert written.files == {name: file.nbytes for name, file in zip(written.names, image.files, strict=True)}
+
+
+def free_bytes(engine: Engine) -> int:
+    engine.arena._take_back()
+    return engine.arena._left()
+
+
+def assert_is_whole(engine: Engine) -> None:
+    """Assert that nobody holds anything of the arena, and that the lanes know of no plan."""
+    assert free_bytes(engine) == engine.arena.budget_bytes
+    lanes: Any = engine.lanes
+    plans = lanes._plans if isinstance(lanes, WorkerLanes) else lanes._writer._plans
+    assert not plans
+    assert engine.lanes.unfinished == ()
+
+
+class State:
+    """A state of all kinds that changes in place, as a trainer's does."""
+
+    def __init__(self, scale: int = 1) -> None:
+        self.step = 0
+        self.tensors = [
+            torch.zeros(3),
+            torch.zeros(0, 5),
+            torch.zeros(()),
+            torch.zeros(70 * KIB * scale, dtype=torch.uint8),
+            torch.zeros(300 * KIB * scale, dtype=torch.int32),
+            torch.zeros(400, 300 * scale).t(),
+            torch.zeros(200, 700 * scale)[:, ::2],
+            torch.zeros(900, 1300 * scale)[:, 7:],
+            torch.zeros(3 * MIB * scale, dtype=torch.int16),
+            torch.zeros(99, dtype=torch.complex64).conj(),
+            torch.nn.Parameter(torch.zeros(17)),
         ]
-        assert place.checksums == (blocks if checksums else [])
+        self.change()
+
+    def change(self) -> None:
+        self.step += 1
+        generator = torch.Generator().manual_seed(self.step)
+        for tensor in self.tensors:
+            tensor.detach().copy_(torch.randint(0, 100, tensor.shape, generator=generator))
+
+    def items(self, engine: Engine) -> list[Item]:
+        items = [engine.item(tensor) for tensor in self.tensors]
+        # Objects, whose pickles have the same size each time.
+        items.insert(3, literal(b"step %012d " % self.step * 20))
+        items.append(literal(b"large object %d" % (self.step % 10) * 20_000))
+        return items
+
+    def data(self, engine: Engine) -> list[bytes]:
+        return [bytes_of(item) for item in self.items(engine)]
 
 
 def test_items_of_all_sizes_are_written(engine: Engine, storage: Storage) -> None:
-    generator = torch.Generator().manual_seed(0)
     sizes = [0, 1, 63, 64, 65, 4096, MIB - 1, MIB, MIB + 1, 5 * MIB, 0, 7]
-    data = [bytes(torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator).numpy()) for n in sizes]
+    data = [random_bytes(size, size) for size in sizes]
     check(storage, engine.write(storage, "0a", 3, [literal(part) for part in data]), data)
     assert set(storage.list()) <= {"__3_0.distcp", "__3_1.distcp"}
     # Once more, to the same place: nothing of the first save is written to.
     check(storage, engine.write(storage, "0b", 3, [literal(part) for part in data]), data)
     assert {name for name in storage.list() if name.endswith(".0b")}
+    assert_is_whole(engine)
+
+
+def test_items_without_a_byte_are_written(engine: Engine, storage: Storage) -> None:
+    check(storage, engine.write(storage, "0a", 0, [literal(b""), literal(b"")]), [b"", b""])
+    assert_is_whole(engine)
 
 
 @pytest.mark.slow
-def test_more_than_the_budget_is_written_in_waves(engine: Engine, storage: Storage) -> None:
-    tensor = torch.arange(6 * MIB, dtype=torch.int64)
-    item = engine.item(tensor)
-    prefix, suffix = item.frame
-    in_flight, most = 0, 0
-    lock = threading.Lock()
+@pytest.mark.parametrize("workers", [1, 3])
+def test_many_times_the_budget_is_written_in_waves(storage: Storage, workers: int) -> None:
+    engine = opened("20MiB", workers)
+    tensors = [torch.zeros(21 * MIB, dtype=torch.uint8), *(torch.zeros(2 * MIB) for _ in range(10))]
+    tensors.append(torch.arange(9 * MIB // 4).reshape(3, -1).t())
+    tensors += [torch.full((number,), number) for number in range(1, 400)]
+    for number, tensor in enumerate(tensors[:11]):
+        tensor.copy_(torch.randint(0, 100, tensor.shape, generator=torch.Generator().manual_seed(number)))
+    items = [engine.item(tensor) for tensor in tensors]
+    data = [bytes_of(item) for item in items]
+    assert sum(map(len, data)) > 5 * engine.arena.budget_bytes
+    reserved: list[int] = []
+    pushed: list[tuple[object, object]] = []
 
-    def count(event: Any) -> None:
-        nonlocal in_flight, most
-        with lock:
-            in_flight += {"range.submitted": 1, "range.written": -1}.get(event.name, 0)
-            most = max(most, in_flight)
+    def note(event: Event) -> None:
+        reserved.append(engine.arena.reserved_bytes)
+        if event.name == "parts.pushed":
+            pushed.append((event.fields["first"], event.fields["count"]))
 
-    end = subscribe(count)
-    placements = engine.write(storage, "0a", 0, [item])
-    end()
-    check(storage, placements, [prefix + tensor.numpy().tobytes() + suffix])
-    assert most <= engine.lanes.count * engine.lanes.depth
-    assert engine.arena.reserved_bytes <= 24 * MIB
-    assert item.tensor is None, "the tensor is let go"
+    end = subscribe(note)
+    try:
+        written = engine.write(storage, "0a", 0, items)
+    finally:
+        end()
+    check(storage, written, data)
+    assert written is not None
+    assert len(pushed) > 3, "it took no wave"
+    assert [number for first, count in pushed for number in range(first, first + count)] == list(  # type: ignore[operator, call-overload]
+        range(len(written.image.parts))
+    ), "every part once, in the order of the image"
+    assert max(reserved) <= engine.arena.budget_bytes
+    assert_is_whole(engine)
+    engine.close()
+
+
+@pytest.mark.slow
+def test_waves_use_what_a_residence_leaves(storage: Storage) -> None:
+    engine = opened("36MiB", 2)
+    state = State()
+    residence = engine.reside(state.items(engine))
+    assert residence is not None
+    residence.stage(state.items(engine))
+    kept = state.data(engine)
+    data = [random_bytes(3 * MIB, number) for number in range(20)]
+    check(storage, engine.write(storage, "0a", 0, [literal(part) for part in data]), data)
+    check(storage, engine.write_staged(storage, "0b", 0, residence), kept)
+    engine.drop(residence)
+    check(storage, engine.write(storage, "0c", 0, [literal(b"data")]), [b"data"])
+    assert_is_whole(engine)
+    engine.close()
 
 
 def test_staged_and_unstaged_items_share_files(engine: Engine, storage: Storage) -> None:
@@ -185,45 +219,318 @@ def test_staged_and_unstaged_items_share_files(engine: Engine, storage: Storage)
     for name, tensor in staged.items():
         item = engine.item(tensor)
         assert item.home is not None
-        data.append(item.frame.prefix + state[name].numpy().tobytes() + item.frame.suffix)
+        data.append(item.frame.prefix + memory_of(state[name]) + item.frame.suffix)
         data.append(name.encode() * 100)
         items += [item, literal(data[-1])]
     check(storage, engine.write(storage, "0a", 0, items), data)
+    del staged, items, item, tensor, ticket  # type: ignore[possibly-undefined]
+    assert_is_whole(engine)
 
 
 def test_without_checksums_there_are_none(storage: Storage) -> None:
-    engine = Engine.open(CheckpointConfig(ckpt_checksum="none"))
+    engine = opened(ckpt_checksum="none")
     check(storage, engine.write(storage, "0a", 0, [literal(b"data")]), [b"data"], checksums=False)
     engine.close()
 
 
 def test_no_items_start_nothing(storage: Storage) -> None:
-    engine = Engine.open(CheckpointConfig(dist_ckpt_workers=2))
-    assert engine.write(storage, "0a", 0, []) == []
+    engine = opened(workers=2)
+    assert engine.write(storage, "0a", 0, []) is None
     assert not Path(storage.url).exists()
     engine.close()
 
 
-def test_a_failed_save_gives_everything_back(engine: Engine, storage: Storage) -> None:
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_tensors_are_let_go_with_the_items_of_their_save(engine: Engine, storage: Storage) -> None:
+    tensors = [torch.ones(5 * MIB, dtype=torch.uint8), torch.ones(3)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    items = [engine.item(tensor) for tensor in tensors]
+    residence = engine.reside(items)
+    assert residence is not None
+    del tensors
+    residence.stage(items)
+    engine.write_staged(storage, "0a", 0, residence)
+    engine.write(storage, "0b", 0, items)
+    del items
+    assert [reference() for reference in gone] == [None, None]
+    engine.drop(residence)
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("budget", ["64MiB", "200MiB"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_residence_holds_the_values_of_each_staging(storage: Storage, workers: int, budget: str) -> None:
+    engine = opened(budget, workers)
+    state = State()
+    residence = engine.reside(state.items(engine))
+    assert residence is not None
+    assert free_bytes(engine) == engine.arena.budget_bytes, "nothing is reserved before it is needed"
+    free = None
+    for number in range(4):
+        residence.stage(state.items(engine))
+        assert residence.has_arrived()
+        expected = state.data(engine)
+        # What the trainer does now is no business of the save.
+        state.change()
+        check(storage, engine.write_staged(storage, f"0{number}", 0, residence), expected)
+        assert free in (None, free_bytes(engine)), "a later save takes more memory than the first"
+        free = free_bytes(engine)
+    engine.drop(residence)
+    engine.write(storage, "0e", 0, [literal(b"data")])
+    assert_is_whole(engine)
+    engine.close()
+
+
+def test_what_is_staged_is_staged_anew_without_the_tensors_of_devices(storage: Storage) -> None:
+    engine = opened("64MiB")
+    state = State()
+    items = state.items(engine)
+    residence = engine.reside(items)
+    assert residence is not None
+    can_restage = [residence.can_restage]
+    residence.stage(items)
+    can_restage.append(residence.can_restage)
+    assert can_restage == [False, True], "nothing lies on a device"
+    state.change()
+    residence.restage(dict(enumerate(state.items(engine))), state.tensors)
+    check(storage, engine.write_staged(storage, "0a", 0, residence), state.data(engine))
+    engine.drop(residence)
+    engine.close()
+
+
+def test_two_residences_take_turns(storage: Storage) -> None:
+    engine = opened("128MiB", 2)
+    state = State()
+    residences: list[Residence] = []
+    for _ in range(2):
+        assert engine.has_room(residences)
+        residence = engine.reside(state.items(engine))
+        assert residence is not None
+        residences.append(residence)
+    expected: list[list[bytes]] = [[], []]
+    for number in range(6):
+        turn = number % 2
+        residences[turn].stage(state.items(engine))
+        expected[turn] = state.data(engine)
+        state.change()
+        if number:
+            # Staged before the other was.
+            written = engine.write_staged(storage, f"0{number}", 0, residences[1 - turn])
+            check(storage, written, expected[1 - turn])
+    for residence in residences:
+        engine.drop(residence)
+    engine.write(storage, "0e", 0, [literal(b"data")])
+    assert_is_whole(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("late", [[0], [0, 1], [1]])
+def test_nothing_of_the_host_is_copied_late(storage: Storage, late: list[int]) -> None:
+    engine = opened("64MiB")
+    tensors = [torch.ones(5), torch.ones(2 * MIB)]
+    items = [engine.item(tensor) for tensor in tensors]
+    residence = engine.reside(items, late)
+    assert residence is not None
+    for number in range(2):
+        residence.stage(items)
+        data = [bytes_of(item) for item in items]
+        for tensor in tensors:
+            tensor.add_(1)
+        residence.order_after()
+        check(storage, engine.write_staged(storage, f"0{number}", 0, residence), data)
+    engine.drop(residence)
+    engine.close()
+
+
+def test_what_the_budget_does_not_hold_has_no_residence(engine: Engine) -> None:
+    assert engine.reside([literal(bytes(24 * MIB))]) is None
+    small = engine.reside([literal(b"data")])
+    assert small is not None
+    assert not engine.has_room([small]) or engine.has_room([])
+    assert free_bytes(engine) == engine.arena.budget_bytes
+
+
+def test_a_residence_that_finds_no_memory_takes_none_and_may_try_again(storage: Storage) -> None:
+    engine = opened("64MiB", distributed_timeout_minutes=0.1 / 60)
+    state = State()
+    residence = engine.reside(state.items(engine))
+    assert residence is not None
+    taken = engine.arena.try_reserve(52 * MIB)
+    assert taken is not None
+    for _ in range(2):
+        with pytest.raises(StagingError, match="--ckpt-host-memory"):
+            residence.stage(state.items(engine))
+        assert free_bytes(engine) == engine.arena.budget_bytes - 52 * MIB
+    engine.arena.release(taken)
+    for number in range(2):
+        residence.stage(state.items(engine))
+        check(storage, engine.write_staged(storage, f"0{number}", 0, residence), state.data(engine))
+        state.change()
+    engine.drop(residence)
+    assert free_bytes(engine) == engine.arena.budget_bytes
+    engine.close()
+
+
+def block_names(storage: Storage, save_id: str, lanes: int) -> None:
+    """Make it impossible to create the images of `save_id`."""
     storage.prepare()
-    for lane in range(2):
-        # The image cannot be created under either name.
-        Path(storage.url, f"__0_{lane}.distcp").mkdir()
-        Path(storage.url, f"__0_{lane}.distcp.0a").mkdir()
+    for lane in range(lanes):
+        Path(storage.url, f"__0_{lane}.distcp").mkdir(exist_ok=True)
+    Path(storage.url, f"__0_{lanes - 1}.distcp.{save_id}").mkdir()
+
+
+def test_a_save_whose_files_cannot_be_created_gives_everything_back(engine: Engine, storage: Storage) -> None:
+    block_names(storage, "0a", engine.lanes.count)
+    before = storage.list()
     with pytest.raises(WriteError) as caught:
         engine.write(storage, "0a", 0, [literal(bytes(3 * MIB)) for _ in range(6)])
-    assert (caught.value.errno, caught.value.rank) == (errno.EEXIST, 0)
-    assert caught.value.lane in range(engine.lanes.count)
-    whole = engine.arena.try_reserve(engine.arena.budget_bytes)
-    assert whole is not None, "a range was lost"
-    engine.arena.release(whole)
+    assert (caught.value.errno, caught.value.rank, caught.value.lane) == (errno.EEXIST, 0, None)
+    assert caught.value.path == f"{storage.url}/__0_{engine.lanes.count - 1}.distcp.0a"
+    assert storage.list() == before, "the file of the first lane is left"
+    assert_is_whole(engine)
     data = [b"data"] * 3
     check(storage, engine.write(storage, "0b", 0, [literal(part) for part in data]), data)
 
 
+def test_a_save_whose_storage_refuses_gives_everything_back(
+    engine: Engine, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, nbytes: int) -> None:
+        raise WriteError(f"{name} holds 3 bytes after writing {nbytes}", path=f"{storage.url}/{name}")
+
+    state = State()
+    residence = engine.reside([literal(b"object"), engine.item(torch.ones(9))])
+    assert residence is not None
+    residence.stage([literal(b"object"), engine.item(torch.ones(9))])
+    free = free_bytes(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "check_image", refuse)
+        with pytest.raises(WriteError, match=r"holds 3 bytes .*\(rank 4, save 0a of ") as caught:
+            engine.write(storage, "0a", 4, state.items(engine))
+        assert caught.value.rank == 4
+        assert storage.list() == {}
+        assert free_bytes(engine) == free
+        with pytest.raises(WriteError):
+            engine.write_staged(storage, "0b", 4, residence)
+        assert storage.list() == {}
+    residence.stage([literal(b"OBJECT"), engine.item(torch.zeros(9))])
+    expected = [b"OBJECT", bytes_of(engine.item(torch.zeros(9)))]
+    check(storage, engine.write_staged(storage, "0d", 4, residence), expected)
+    engine.drop(residence)
+    check(storage, engine.write(storage, "0e", 0, state.items(engine)), state.data(engine))
+    assert_is_whole(engine)
+
+
 @pytest.mark.slow
-def test_one_save_waits_for_the_other_while_that_gets_on(storage: Storage, tmp_path: Path) -> None:
-    engine = Engine.open(CheckpointConfig(distributed_timeout_minutes=0.3 / 60))
+@pytest.mark.parametrize("is_resident", [False, True])
+def test_a_save_whose_worker_dies_gives_everything_back(storage: Storage, is_resident: bool) -> None:
+    engine = opened("64MiB", 2)
+    state = State()
+    engine.write(storage, "00", 0, [literal(b"data")])
+    residence = engine.reside(state.items(engine))
+    assert residence is not None
+    residence.stage(state.items(engine))
+    free = free_bytes(engine)
+
+    def kill(event: Event) -> None:
+        if event.name == "parts.pushed":
+            assert isinstance(engine.lanes, WorkerLanes)
+            os.kill(engine.lanes.pids[1], signal.SIGKILL)
+
+    def write() -> object:
+        if is_resident:
+            return engine.write_staged(storage, "0a", 0, residence)
+        return engine.write(storage, "0a", 0, state.items(engine))
+
+    names = storage.list()
+    end = subscribe(kill)
+    try:
+        with pytest.raises(WorkerDied) as caught:
+            write()
+    finally:
+        end()
+    assert (caught.value.lane, caught.value.rank, caught.value.path) == (1, 0, storage.url)
+    assert caught.value.exit_status == -signal.SIGKILL
+    assert storage.list() == names
+    assert free_bytes(engine) == free
+    assert not residence.is_lost
+    state.change()
+    residence.stage(state.items(engine))
+    check(storage, engine.write_staged(storage, "0b", 0, residence), state.data(engine))
+    engine.drop(residence)
+    check(storage, engine.write(storage, "0c", 0, state.items(engine)), state.data(engine))
+    assert_is_whole(engine)
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_save_that_gets_nowhere_names_the_lane(storage: Storage) -> None:
+    engine = opened("64MiB", 2, distributed_timeout_minutes=0.5 / 60)
+    state = State()
+    engine.write(storage, "00", 0, [literal(b"data")])
+    assert isinstance(engine.lanes, WorkerLanes)
+    names = storage.list()
+    os.kill(engine.lanes.pids[1], signal.SIGSTOP)
+    started = time.monotonic()
+    resume = threading.Timer(1.0, os.kill, (engine.lanes.pids[1], signal.SIGCONT))
+    resume.start()
+    with pytest.raises(WriteError, match="lanes that have not finished: 1") as caught:
+        engine.write(storage, "0a", 0, state.items(engine))
+    assert 0.5 < time.monotonic() - started < 5
+    assert (caught.value.errno, caught.value.lane, caught.value.rank) == (errno.ETIMEDOUT, 1, 0)
+    assert "--distributed-timeout-minutes" in str(caught.value)
+    resume.join()
+    assert storage.list() == names
+    assert_is_whole(engine)
+    check(storage, engine.write(storage, "0b", 0, state.items(engine)), state.data(engine))
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_state_is_staged_while_another_save_runs(storage: Storage) -> None:
+    engine = opened("128MiB", 2)
+    first, second = State(), State()
+    residences = [engine.reside(state.items(engine)) for state in (first, second)]
+    assert residences[0] is not None
+    assert residences[1] is not None
+    stop = threading.Event()
+    errors: list[str] = []
+    staged = threading.Lock()
+
+    def train() -> None:
+        assert residences[1] is not None
+        while not stop.is_set():
+            second.change()
+            with staged:
+                residences[1].stage(second.items(engine))
+
+    training = threading.Thread(target=train)
+    training.start()
+    for number in range(8):
+        residences[0].stage(first.items(engine))
+        try:
+            check(storage, engine.write_staged(storage, f"{number:x}0", 0, residences[0]), first.data(engine))
+        except AssertionError as error:
+            errors.append(str(error))
+        first.change()
+    with staged:
+        stop.set()
+    training.join(10)
+    assert not errors
+    check(storage, engine.write_staged(storage, "0f", 0, residences[1]), second.data(engine))
+    engine.close()
+
+
+@pytest.mark.slow
+def test_one_save_waits_for_the_other_while_that_gets_on(storage: Storage) -> None:
+    engine = opened(distributed_timeout_minutes=0.3 / 60)
     held = threading.Event()
 
     def hold() -> None:
@@ -257,11 +564,46 @@ def test_one_save_waits_for_the_other_while_that_gets_on(storage: Storage, tmp_p
     engine.close()
 
 
+def test_what_is_prepared_is_used(storage: Storage) -> None:
+    engine = opened("64MiB", 2)
+    data = [random_bytes(9 * MIB, number) for number in range(3)]
+    held = engine.prewarm([len(part) for part in data]).result(20)
+    assert held >= sum(map(len, data))
+    assert isinstance(engine.lanes, WorkerLanes)
+    pids = engine.lanes.pids
+    assert len(pids) == 2
+    items = [literal(part) for part in data]
+    residence = engine.reside(items)
+    assert residence is not None
+    residence.stage(items)
+    assert engine.arena.reserved_bytes == held
+    check(storage, engine.write_staged(storage, "0a", 0, residence), data)
+    assert engine.lanes.pids == pids
+    engine.drop(residence)
+    # More than the budget holds: what waves need.
+    assert engine.prewarm([1 << 40]).result(20) <= 64 * MIB
+    engine.close()
+
+
+def test_events_tell_what_was_pushed_and_written(engine: Engine, storage: Storage) -> None:
+    events: list[Event] = []
+    end = subscribe(events.append)
+    try:
+        written = engine.write(storage, "0a", 0, [literal(bytes(5 * MIB)), literal(b"data")])
+    finally:
+        end()
+    assert written is not None
+    assert {event.name for event in events} == {"parts.pushed", "files.written"}
+    last = events[-1]
+    assert dict(last.fields) == {"save_id": "0a", "names": written.names, "nbytes": written.image.nbytes}
+    assert sum(int(str(event.fields["count"])) for event in events[:-1]) == len(written.image.parts)
+
+
 @pytest.mark.parametrize(
-    ("budget", "workers", "range_bytes"),
+    ("budget", "workers", "part_bytes"),
     [("1GiB", 1, 32 * MIB), ("100MiB", 2, 4 * MIB), ("1MiB", 8, 4 * MIB)],
 )
-def test_ranges_suit_the_budget(budget: str, workers: int, range_bytes: int) -> None:
-    engine = Engine.open(CheckpointConfig(ckpt_host_memory=budget, dist_ckpt_workers=workers))
-    assert engine.range_bytes == range_bytes
+def test_parts_suit_the_budget(budget: str, workers: int, part_bytes: int) -> None:
+    engine = opened(budget, workers)
+    assert engine.part_bytes == part_bytes
     engine.close()

@@ -19,9 +19,12 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from distckpt.arena import PAGE_BYTES, Arena
+from distckpt.device import Devices, Transfer
 from distckpt.errors import StagingError
-from distckpt.formats import lay_out, open_format
-from distckpt.staging import CopyTicket, Stager, StagingFailure, _span, is_dense, is_raw, is_verbatim
+from distckpt.formats import Frame, lay_out, open_format
+from distckpt.image import lay_out_image
+from distckpt.staging import CopyTicket, HostCopy, Item, Stager, StagingFailure, is_dense, is_raw, is_verbatim
+from unit.tensors import memory_of, payload_of, tensors
 
 MIB = 1 << 20
 FORMAT = open_format("torch_dist")
@@ -34,45 +37,6 @@ def stager() -> Iterator[Stager]:
     yield opened
     opened.close()
     arena.close()
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Draw a strided tensor: any order of dims, with holes, with overlaps, empty, 0-dim, conj or neg."""
-    shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    dtype = draw(st.sampled_from([torch.uint8, torch.int32, torch.float64, torch.complex64, torch.bfloat16]))
-    base = torch.arange(1, 6 ** len(shape) + 1).to(dtype)
-    tensor = base[: torch.Size(shape).numel()].reshape(shape)
-    if shape:
-        tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
-        kind = draw(st.sampled_from(["as it is", "every other", "offset", "expanded"]))
-        if kind == "every other":
-            tensor = tensor[..., ::2]
-        elif kind == "offset":
-            tensor = tensor[1:]
-        elif kind == "expanded":
-            tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
-    if dtype.is_complex and draw(st.booleans()):
-        tensor = draw(st.sampled_from([torch.conj(tensor), torch.conj(tensor).imag]))
-    return tensor
-
-
-def payload_of(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of `tensor` in contiguous order, by way of torch alone."""
-    plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return bytes(plain.untyped_storage())
-
-
-@given(tensors(), st.data())
-def test_any_span_of_any_tensor(tensor: torch.Tensor, data: st.DataObject) -> None:
-    payload = payload_of(tensor)
-    if not payload:
-        return
-    low = data.draw(st.integers(0, len(payload) - 1))
-    high = data.draw(st.integers(low + 1, len(payload)))
-    span = _span(tensor, low, high)
-    assert span.dtype == torch.uint8
-    assert bytes(span.tolist()) == payload[low:high]
 
 
 @given(tensors())
@@ -118,6 +82,36 @@ def test_plain_memory_is_told_from_the_rest() -> None:
     assert [is_raw(tensor) for tensor in other] == [False] * len(other)
 
 
+def filled(stager: Stager, items: list[Item], low: int, high: int) -> tuple[bytes, list[HostCopy], int]:
+    """Fill that part of the file of `items`; returns it, what `refill` takes, and where it is."""
+    target = stager._arena.try_reserve(high - low + 2 * PAGE_BYTES)
+    assert target is not None
+    address = stager._arena.address(target)
+    ctypes.memset(address, 0xAA, target.nbytes)
+    [file] = lay_out_image([item.size for item in items], 1, 1 << 30).files
+    transfer = Transfer(stager.devices)
+    host = stager.fill(items, file, low, high, address + PAGE_BYTES, (transfer, transfer))
+    assert transfer.is_empty
+    # Not a byte before it or after it.
+    assert ctypes.string_at(address, PAGE_BYTES) == b"\xaa" * PAGE_BYTES
+    assert ctypes.string_at(address + PAGE_BYTES + high - low, 64) == b"\xaa" * 64
+    return ctypes.string_at(address + PAGE_BYTES, high - low), host, address + PAGE_BYTES
+
+
+def whole_of(items: list[Item]) -> bytes:
+    """Return the file of `items`, put together without the stager."""
+    layout = lay_out([item.size for item in items])
+    whole = bytearray(layout.nbytes)
+    for item, offset in zip(items, layout.offsets, strict=True):
+        payload = b""
+        if item.tensor is not None and item.nbytes:
+            payload = memory_of(item.tensor) if item.verbatim else payload_of(item.tensor)
+        framed = item.frame.prefix + payload + item.frame.suffix
+        assert len(framed) == item.size
+        whole[offset : offset + item.size] = framed
+    return bytes(whole)
+
+
 @given(st.lists(tensors(), min_size=1, max_size=6), st.data())
 def test_any_part_of_a_file_is_what_the_whole_has_there(
     parts: list[torch.Tensor], data: st.DataObject
@@ -126,46 +120,73 @@ def test_any_part_of_a_file_is_what_the_whole_has_there(
     stager = Stager(arena, FORMAT, 5.0)
     try:
         items = [stager.item(part) for part in parts]
+        items.insert(len(items) // 2, Item(Frame(b"literal" * 30, b"")))
+        whole = whole_of(items)
         layout = lay_out([item.size for item in items])
-        whole = bytearray(layout.nbytes)
-        for part, item, offset in zip(parts, items, layout.offsets, strict=True):
-            stored = part.resolve_conj().resolve_neg() if not item.verbatim else part
-            payload = payload_of(stored) if not item.verbatim else bytes(_span_of_memory(part))
-            framed = item.frame.prefix + payload + item.frame.suffix
-            whole[offset : offset + item.size] = framed
-            loaded = torch.load(io.BytesIO(framed), weights_only=True)
-            assert torch.equal(loaded, part)
-        low = data.draw(st.integers(0, layout.nbytes // PAGE_BYTES)) * PAGE_BYTES
-        high = data.draw(st.integers(low, layout.nbytes))
-        target = arena.try_reserve(high - low + 2 * PAGE_BYTES)
-        assert target is not None
-        address = arena.address(target)
-        ctypes.memset(address, 0xAA, target.nbytes)
-        inner = target._replace(offset=target.offset + PAGE_BYTES, nbytes=high - low)
-        assert stager.fill(items, layout.offsets, low, high, inner).done()
-        assert ctypes.string_at(address + PAGE_BYTES, high - low) == bytes(whole[low:high])
-        # Not a byte before it or after it.
-        assert ctypes.string_at(address, PAGE_BYTES) == b"\xaa" * PAGE_BYTES
-        assert ctypes.string_at(address + PAGE_BYTES + high - low, 64) == b"\xaa" * 64
+        for item, offset in zip(items, layout.offsets, strict=True):
+            if item.tensor is not None:
+                framed = whole[offset : offset + item.size]
+                assert torch.equal(torch.load(io.BytesIO(framed), weights_only=True), item.tensor)
+        low = data.draw(st.integers(0, len(whole) // PAGE_BYTES)) * PAGE_BYTES
+        high = data.draw(st.integers(low, len(whole)))
+        assert filled(stager, items, low, high)[0] == whole[low:high]
     finally:
         arena.close()
 
 
-def _span_of_memory(tensor: torch.Tensor) -> list[int]:
-    size = tensor.element_size()
-    start = tensor.storage_offset() * size
-    return list(tensor.untyped_storage()[start : start + tensor.numel() * size])
+LARGER = st.sampled_from([
+    torch.empty(0, 5),
+    torch.arange(20_000.0),
+    torch.arange(300_000.0),
+    torch.arange(2_400_000, dtype=torch.int16),
+    torch.arange(90_000.0).reshape(300, 300).t(),
+    torch.arange(90_000.0).reshape(300, 300)[:, ::2],
+    torch.arange(1_200_000.0).reshape(600, 2000)[:, 3:],
+    torch.arange(40_000).to(torch.complex64).conj(),
+])  # fmt: skip
+"""What is not joined with its neighbours, copied as a whole or in several parts."""
 
 
-def test_what_was_filled_is_let_go(stager: Stager) -> None:
+@given(st.lists(st.one_of(tensors(), LARGER), min_size=1, max_size=5), st.booleans(), st.data())
+def test_what_changed_is_filled_anew(parts: list[torch.Tensor], in_two: bool, data: st.DataObject) -> None:
+    arena = Arena(64 * MIB)
+    stager = Stager(arena, FORMAT, 5.0)
+    try:
+        items = [stager.item(part) for part in parts]
+        items.insert(data.draw(st.integers(0, len(items))), Item(Frame(b"before" * 30, b"")))
+        whole = whole_of(items)
+        cut = data.draw(st.integers(0, len(whole) // PAGE_BYTES)) * PAGE_BYTES if in_two else 0
+        pieces = [filled(stager, items, low, high) for low, high in ((0, cut), (cut, len(whole)))]
+        assert b"".join(piece[0] for piece in pieces) == whole
+        changed = []
+        for item in items:
+            if item.tensor is None:
+                changed.append(Item(Frame(b"after!" * 30, b"")))
+                continue
+            # As the trainer's next step does, in place or not.
+            other = torch.empty_strided(item.tensor.shape, item.tensor.stride(), dtype=item.tensor.dtype)
+            other = other if item.verbatim else torch.empty_like(item.tensor.resolve_conj())
+            torch.nn.init.constant_(other, 1) if other.is_floating_point() else other.fill_(1)
+            changed.append(Item(item.frame, other, item.nbytes, item.verbatim))
+        for _, host, _ in pieces:
+            stager.refill(dict(enumerate(changed)), host)
+        found = b"".join(
+            ctypes.string_at(address, high - low)
+            for (_, _, address), (low, high) in zip(pieces, ((0, cut), (cut, len(whole))), strict=True)
+        )
+        assert found == whole_of(changed)
+    finally:
+        arena.close()
+
+
+def test_what_was_filled_is_let_go_with_its_item(stager: Stager) -> None:
     tensor = torch.arange(1000)
     item = stager.item(tensor)
-    target = stager._arena.try_reserve(item.size)
-    assert target is not None
     gone = weakref.ref(tensor)
     del tensor
-    stager.fill([item], [0], 0, item.size, target)
-    assert item.tensor is None
+    _, host, _ = filled(stager, [item], 0, item.size)
+    assert host
+    item.tensor = None
     assert gone() is None
 
 
@@ -300,19 +321,31 @@ def test_a_staging_failure_raises_where_the_plan_is_made() -> None:
     assert raised == [True]
 
 
-def test_a_ticket_is_done_when_every_device_has_said_so() -> None:
-    words = [ctypes.c_int64(0), ctypes.c_int64(1)]
+def test_a_ticket_is_done_when_its_word_says_so() -> None:
+    transfer = Transfer(Devices())
+    transfer.begin()
+    word = ctypes.c_int64(0)
     kept = [torch.ones(1)]
     given_back: list[ctypes.c_int64] = []
-    event: Any = None
-    ticket = CopyTicket([(word, event) for word in words], kept, given_back.extend)
+    ticket = CopyTicket(transfer, word, kept, given_back.append)
     assert not ticket.done()
     assert kept
-    threading.Timer(0.05, setattr, (words[0], "value", 1)).start()
+    threading.Timer(0.05, setattr, (word, "value", transfer.tag)).start()
     ticket.wait(5)
     assert ticket.done()
     assert not kept
-    assert given_back == words
+    assert given_back == [word]
+
+
+def test_a_wait_for_copies_has_an_end() -> None:
+    transfer = Transfer(Devices())
+    transfer.begin()
+    lost: list[bool] = []
+    ticket = CopyTicket(transfer, ctypes.c_int64(0), [torch.ones(1)], lambda word: None)
+    ticket.on_loss = lambda: lost.append(True)
+    with pytest.raises(StagingError, match="has not ended within 0 s"):
+        ticket.wait(0.01)
+    assert lost == [True]
 
 
 class Registry(collections.abc.MutableMapping[str, Any]):
@@ -388,19 +421,25 @@ def test_a_revoked_tensor_does_not_free_what_a_save_is_writing(stager: Stager) -
     assert torch.equal(item.tensor, torch.ones(5))
 
 
-def test_a_fill_that_fails_gives_its_memory_back(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    item = stager.item(torch.ones(4 * MIB)[::2])
+def test_a_state_that_fails_half_way_gives_its_memory_back(
+    stager: Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager.stage({"weight": torch.ones(5)})
+    gc.collect()
+    stager._arena._take_back()
     free = stager._arena._left()
-    target = stager._arena.reserve(4 * MIB, timeout_s=1)
 
     def fail(*_: Any) -> torch.Tensor:
         raise MemoryError("no memory for a piece")
 
-    monkeypatch.setattr("distckpt.staging._span", fail)
-    with pytest.raises(MemoryError):
-        stager.fill([item], [0], 0, 4 * MIB, target)
-    stager._arena.reserve(PAGE_BYTES, timeout_s=1)
-    assert stager._arena._left() == free - PAGE_BYTES
+    with monkeypatch.context() as patched:
+        patched.setattr("distckpt.staging.host_view", fail)
+        patched.setattr("distckpt.staging.flat_bytes", fail)
+        with pytest.raises(MemoryError):
+            stager.stage({"first": torch.ones(4 * MIB), "second": torch.ones(7)})
+    gc.collect()
+    stager._arena._take_back()
+    assert stager._arena._left() == free
 
 
 def test_quarantined_memory_is_never_handed_out_again(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import itertools
 import json
 import mmap
 import os
 import pickle
+import random
+import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distckpt.errors import ConfigError, WriteError
-from distckpt.storage import Storage, open_storage, reopen_storage
-from distckpt.storage.posix import PosixStorage
+from distckpt.storage import ImageFile, Storage, open_storage, reopen_storage
+from distckpt.storage.posix import PosixImage, PosixStorage
 
 
 def views(*parts: bytes) -> list[memoryview]:
@@ -47,9 +52,13 @@ class StorageContract(ABC):
         """Make a file without using the storage."""
 
     def write(self, storage: Storage, name: str, data: bytes) -> None:
-        image = storage.create_image([name])
+        image = self.create(storage, name)
         image.write(0, views(data))
-        image.finish(len(data))
+        image.finish()
+
+    def create(self, storage: Storage, name: str) -> ImageFile:
+        assert storage.create_image([name]) == name
+        return storage.open_image(name)
 
     def test_it_can_be_opened_anew_from_plain_values(self, storage: Storage) -> None:
         storage.prepare()
@@ -80,34 +89,35 @@ class StorageContract(ABC):
 
     def test_an_image_holds_what_was_written_wherever(self, storage: Storage) -> None:
         storage.prepare()
-        image = storage.create_image(["image"])
+        image = self.create(storage, "image")
         image.write(0, views(b"ab", b"", b"cde"))
         image.write(5, views(b"fg"))
-        image.finish(7)
+        image.finish()
         assert self.peek(storage, "image") == b"abcdefg"
         assert storage.list() == {"image": 7}
 
     def test_an_image_takes_any_number_of_buffers(self, storage: Storage) -> None:
         storage.prepare()
         parts = [bytes([number % 251]) * (number % 7) for number in range(3000)]
-        image = storage.create_image(["image"])
+        image = self.create(storage, "image")
         image.write(0, views(*parts))
-        image.finish(len(b"".join(parts)))
+        image.finish()
         assert self.peek(storage, "image") == b"".join(parts)
 
     def test_an_empty_image_is_a_file(self, storage: Storage) -> None:
         storage.prepare()
-        storage.create_image(["image"]).finish(0)
+        self.create(storage, "image").finish()
         assert self.peek(storage, "image") == b""
         assert read(storage, "image") == b""
 
     def test_an_image_takes_the_first_name_that_is_free(self, storage: Storage) -> None:
         storage.prepare()
         self.poke(storage, "first", b"old")
-        image = storage.create_image(["first", "second", "third"])
-        assert image.name == "second"
+        assert storage.create_image(["first", "second", "third"]) == "second"
+        assert self.peek(storage, "second") == b""
+        image = storage.open_image("second")
         image.write(0, views(b"new"))
-        image.finish(3)
+        image.finish()
         assert self.peek(storage, "first") == b"old"
         assert self.peek(storage, "second") == b"new"
 
@@ -119,27 +129,54 @@ class StorageContract(ABC):
         assert caught.value.errno == errno.EEXIST
         assert self.peek(storage, "image") == b"old"
 
+    def test_several_lanes_write_one_image(self, storage: Storage) -> None:
+        storage.prepare()
+        storage.create_image(["image"])
+        images = [reopen_storage(storage.spec).open_image("image") for _ in range(3)]
+        data = os.urandom(10_000)
+        # The last lane first, in stretches that share pages.
+        for lane in (2, 1, 0):
+            for offset in range(lane * 100, len(data), 300):
+                images[lane].write(offset, views(data[offset : offset + 100]))
+        for image in images:
+            image.finish()
+        assert self.peek(storage, "image") == data
+
+    def test_an_image_that_was_not_created_cannot_be_opened(self, storage: Storage) -> None:
+        storage.prepare()
+        with pytest.raises(WriteError) as caught:
+            storage.open_image("image")
+        assert caught.value.errno == errno.ENOENT
+        assert storage.list() == {}
+
     @pytest.mark.parametrize("nbytes", [0, 2, 4])
     def test_an_image_of_another_size_is_an_error(self, storage: Storage, nbytes: int) -> None:
         storage.prepare()
-        image = storage.create_image(["image"])
-        image.write(0, views(b"abc"))
-        with pytest.raises(WriteError, match=f"holds 3 bytes after writing {nbytes}"):
-            image.finish(nbytes)
-        image.abort()
-        assert storage.list() == {}
+        self.write(storage, "image", b"abc")
+        storage.check_image("image", 3)
+        with pytest.raises(WriteError, match=f"holds 3 bytes after writing {nbytes}") as caught:
+            storage.check_image("image", nbytes)
+        assert caught.value.path is not None
+        assert "image" in caught.value.path
 
-    def test_an_image_that_is_given_up_is_gone(self, storage: Storage) -> None:
+    def test_an_image_that_is_gone_has_no_size(self, storage: Storage) -> None:
         storage.prepare()
-        unfinished, finished = storage.create_image(["unfinished"]), storage.create_image(["finished"])
+        with pytest.raises(WriteError) as caught:
+            storage.check_image("image", 0)
+        assert caught.value.errno == errno.ENOENT
+
+    def test_an_image_that_is_given_up_stays_until_it_is_deleted(self, storage: Storage) -> None:
+        storage.prepare()
+        unfinished, finished = self.create(storage, "unfinished"), self.create(storage, "finished")
         unfinished.write(0, views(b"abc"))
         finished.write(0, views(b"abc"))
-        finished.finish(3)
+        finished.finish()
         for image in (unfinished, finished, unfinished, finished):
-            image.abort()
+            image.close()
+        assert storage.list() == {"unfinished": 3, "finished": 3}
+        storage.delete("unfinished")
+        storage.delete("finished")
         assert storage.list() == {}
-        assert self.peek(storage, "unfinished") is None
-        assert self.peek(storage, "finished") is None
 
     def test_put_makes_and_replaces(self, storage: Storage) -> None:
         storage.prepare()
@@ -256,6 +293,11 @@ def posix(tmp_path: Path) -> PosixStorage:
     return PosixStorage(str(tmp_path))
 
 
+def create(posix: PosixStorage, name: str) -> PosixImage:
+    assert posix.create_image([name]) == name
+    return posix.open_image(name)
+
+
 def open_files(folder: Path) -> list[str]:
     links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     return [os.readlink(link) for link in links if os.path.lexists(link) and str(folder) in os.readlink(link)]
@@ -270,34 +312,196 @@ def test_large_buffers_are_written_whatever_their_alignment(
     with mmap.mmap(-1, nbytes + shift + 4096) as memory:
         memory[:] = os.urandom(4096) * (len(memory) // 4096) + bytes(len(memory) % 4096)
         with memoryview(memory) as whole, whole[shift : shift + nbytes] as part:
-            image = posix.create_image(["image"])
+            image = create(posix, "image")
             if offset:
                 image.write(0, views(bytes(offset)))
             image.write(offset, [part])
-            image.finish(offset + nbytes)
+            image.finish()
             assert (tmp_path / "image").read_bytes() == bytes(offset) + bytes(part)
     assert not open_files(tmp_path)
+
+
+PAGE = 4096
+MIB = 1 << 20
+sizes_of_buffers = st.lists(
+    st.one_of(st.integers(1, 300).map(lambda pages: pages * PAGE), st.integers(0, 3 * PAGE)), max_size=12
+)
+
+
+@given(sizes_of_buffers, st.sampled_from([0, 1, PAGE]), st.sampled_from([0, PAGE]))
+def test_buffers_in_a_row_are_written_in_order(sizes: list[int], shift: int, offset: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, mmap.mmap(-1, sum(sizes) + shift + PAGE) as memory:
+        memory[:] = random.Random(1).randbytes(len(memory))
+        image = create(PosixStorage(folder), "image")
+        with contextlib.ExitStack() as opened:
+            whole = opened.enter_context(memoryview(memory))
+            buffers, start = [], shift
+            for size in sizes:
+                buffers.append(opened.enter_context(whole[start : start + size]))
+                start += size
+            image.write(offset, buffers)
+            image.finish()
+            assert Path(folder, "image").read_bytes()[offset:] == whole[shift:start]
+
+
+class Writes:
+    """Spy of `os.pwritev`: bytes that were written past the page cache, and through it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refusal: int = 0) -> None:
+        self.direct = self.cached = self.refused = 0
+        self.refusal = refusal
+        self.pwritev = os.pwritev
+        monkeypatch.setattr(os, "pwritev", self)
+
+    def __call__(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        if is_direct and self.refusal:
+            self.refused += 1
+            raise OSError(self.refusal, os.strerror(self.refusal))
+        written = self.pwritev(fd, buffers, offset)
+        if is_direct:
+            self.direct += written
+        else:
+            self.cached += written
+        return written
+
+
+def takes_direct_writes(folder: Path) -> bool:
+    with mmap.mmap(-1, PAGE) as page:
+        try:
+            fd = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+            try:
+                return os.pwrite(fd, page, 0) == PAGE
+            finally:
+                os.close(fd)
+        except OSError:
+            return False
+
+
+def write_mapped(posix: PosixStorage, *sizes: int) -> bytes:
+    """Write buffers that follow each other in memory, from the start of a page on."""
+    with contextlib.ExitStack() as opened:
+        memory = opened.enter_context(mmap.mmap(-1, sum(sizes)))
+        memory[:] = random.Random(2).randbytes(len(memory))
+        whole = opened.enter_context(memoryview(memory))
+        ends = list(itertools.accumulate(sizes, initial=0))
+        buffers = [opened.enter_context(whole[low:high]) for low, high in itertools.pairwise(ends)]
+        image = create(posix, "image")
+        image.write(0, buffers)
+        image.finish()
+        return bytes(whole)
+
+
+def test_whole_pages_go_past_the_page_cache_and_the_rest_through_it(
+    posix: PosixStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not takes_direct_writes(tmp_path):
+        pytest.skip("the file system of the test refuses O_DIRECT")
+    writes = Writes(monkeypatch)
+    data = write_mapped(posix, MIB, PAGE, MIB + 5, PAGE)
+    assert (tmp_path / "image").read_bytes() == data
+    assert (writes.direct, writes.cached) == (2 * MIB + PAGE, 5 + PAGE)
+
+
+def test_more_buffers_than_one_call_takes_go_past_the_page_cache(
+    posix: PosixStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not takes_direct_writes(tmp_path):
+        pytest.skip("the file system of the test refuses O_DIRECT")
+    writes = Writes(monkeypatch)
+    data = write_mapped(posix, *[PAGE] * 1500)
+    assert (tmp_path / "image").read_bytes() == data
+    assert (writes.direct, writes.cached) == (1500 * PAGE, 0)
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_refuses_direct_writes_is_written_through_the_cache(
+    posix: PosixStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    writes = Writes(monkeypatch, refusal)
+    data = write_mapped(posix, 2 * MIB, PAGE + 5)
+    assert (tmp_path / "image").read_bytes() == data
+    assert (writes.direct, writes.cached) == (0, 2 * MIB + PAGE + 5)
+    assert writes.refused == 1
+
+
+def test_a_file_system_that_refuses_to_open_for_direct_writes_is_written_through_the_cache(
+    posix: PosixStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    writes = Writes(monkeypatch)
+    data = write_mapped(posix, 2 * MIB + 5)
+    assert (tmp_path / "image").read_bytes() == data
+    assert (writes.direct, writes.cached) == (0, 2 * MIB + 5)
+
+
+def test_a_failed_direct_write_is_an_error(posix: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    Writes(monkeypatch, errno.EIO)
+    image = create(posix, "image")
+    if image._direct_fd < 0:
+        pytest.skip("the file system of the test refuses O_DIRECT")
+    with mmap.mmap(-1, 2 * MIB) as memory, memoryview(memory) as whole, pytest.raises(WriteError) as caught:
+        image.write(PAGE, [whole])
+    image.close()
+    assert (caught.value.errno, caught.value.offset) == (errno.EIO, PAGE)
+
+
+def test_an_error_holds_no_view_of_the_memory(posix: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = create(posix, "image")
+    pwritev = os.pwritev
+
+    def fail_later(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset > 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with buffers[0][:PAGE] as page:
+            return pwritev(fd, [page], offset)
+
+    monkeypatch.setattr(os, "pwritev", fail_later)
+    memory = mmap.mmap(-1, 2 * MIB)
+    with memoryview(memory) as whole, pytest.raises(WriteError) as caught:
+        image.write(0, [whole])
+    image.close()
+    assert (caught.value.errno, caught.value.offset) == (errno.ENOSPC, PAGE)
+    memory.close()
 
 
 def test_a_file_system_without_direct_writes_is_written_too() -> None:
     # tmpfs takes them from Linux 6.6 on: before that, this goes through the page cache.
     name = f"distckpt-direct-{os.getpid()}"
     storage = PosixStorage("/dev/shm")
-    image = storage.create_image([name])
+    image = create(storage, name)
     try:
         with mmap.mmap(-1, 2 << 20) as memory, memoryview(memory) as whole:
             image.write(0, [whole])
-        image.finish(2 << 20)
+        image.finish()
         assert Path("/dev/shm", name).stat().st_size == 2 << 20
     finally:
-        image.abort()
+        image.close()
+        storage.delete(name)
 
 
-def test_nothing_stays_open_after_a_failure(posix: PosixStorage, tmp_path: Path) -> None:
-    image = posix.create_image(["image"])
-    with pytest.raises(WriteError):
-        image.finish(5)
-    image.abort()
+def test_nothing_stays_open_after_a_failure(
+    posix: PosixStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    image = create(posix, "image")
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fsync", fail)
+        with pytest.raises(WriteError) as caught:
+            image.finish()
+    assert (caught.value.errno, caught.value.path) == (errno.EIO, str(tmp_path / "image"))
+    assert not open_files(tmp_path)
+    image.close()
+    posix.delete("image")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     for doomed in ("folder", "file/below"):

@@ -20,19 +20,32 @@ SOURCE = ROOT / "src" / "distckpt"
 LAYERS = [
     ["errors"],
     ["priority"],
-    ["config", "observe"],
+    ["config", "exitstatus", "observe"],
     ["arena", "storage"],
     ["worker"],
     ["formats", "geometry"],
     ["plan", "coordination", "device"],
+    ["image"],
     ["commit", "staging", "lanes"],
     ["engine"],
+    ["metadata", "signature"],
     ["writer", "reader"],
     ["checkpointer"],
     ["cli", "integrations"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-TORCH_FREE = ["errors", "priority", "config", "observe", "arena", "storage", "worker", "commit", "lanes"]
+TORCH_FREE = [
+    "errors",
+    "priority",
+    "config",
+    "exitstatus",
+    "observe",
+    "arena",
+    "storage",
+    "worker",
+    "commit",
+    "lanes",
+]
 # Their client libraries and the like are imported when they are used; a worker must not pay for them.
 LAZY = ["boto3", "fsspec", "multiprocessing", "numpy", "obstore", "s3fs", "tensorstore", "torch", "zarr"]
 # `integrations` has no door: it is one file for each framework.

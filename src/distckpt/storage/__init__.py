@@ -25,9 +25,7 @@ StorageSpec = dict[str, str]
 
 
 class ImageFile(Protocol):
-    """A file image that is being written by one lane."""
-
-    name: str
+    """A file image that exists already, open for one of the lanes that write it."""
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write all of `buffers`, one after the other, at `offset` bytes of the file.
@@ -36,15 +34,15 @@ class ImageFile(Protocol):
             WriteError: The storage refused; `errno`, `path` and `offset` are filled.
         """
 
-    def finish(self, nbytes: int) -> None:
-        """Make the file durable by the rules of this storage and check that it holds `nbytes` bytes.
+    def finish(self) -> None:
+        """Make what was written through this object durable by the rules of this storage, and close it.
 
         Raises:
-            WriteError: The bytes are not durable, or their number is not `nbytes`.
+            WriteError: The bytes are not durable; the object is closed all the same.
         """
 
-    def abort(self) -> None:
-        """Give the file up, finished or not, and remove what was written of it; never raises."""
+    def close(self) -> None:
+        """Close it, finished or not, durable or not; idempotent, never raises."""
 
 
 class Storage(Protocol):
@@ -56,8 +54,14 @@ class Storage(Protocol):
     def prepare(self) -> None:
         """Make the directory; a directory that others make at the same time is no error."""
 
-    def create_image(self, names: Sequence[str]) -> ImageFile:
-        """Create a file exclusively, under the first of `names` that is not taken."""
+    def create_image(self, names: Sequence[str]) -> str:
+        """Create an empty file exclusively, under the first of `names` that is free; returns that name."""
+
+    def open_image(self, name: str) -> ImageFile:
+        """Open a file that exists for writing; several processes may write to it, each its own bytes."""
+
+    def check_image(self, name: str, nbytes: int) -> None:
+        """Refuse a file that does not hold exactly `nbytes` bytes."""
 
     def put(self, name: str, data: bytes) -> None:
         """Replace `name` by `data` in one atomic step that is durable, with all files finished before it."""

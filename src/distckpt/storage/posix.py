@@ -1,7 +1,8 @@
 """Local disk and NFS through system calls.
 
 Invariants:
-    * A file counts as written only after every byte was accepted, fsync succeeded and its size was checked.
+    * An image is created exclusively, once; lanes only open what exists. What a lane wrote of it counts as
+      written after every byte was accepted and fsync succeeded.
     * `put` makes durable: the new file, its name, and the names of all images finished before it. A crash at
       any instant leaves the old file or the new one.
 
@@ -12,14 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
+from collections import deque
 from typing import TYPE_CHECKING, NoReturn
 
 from distckpt.errors import WriteError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from distckpt.storage import StorageSpec
 
@@ -30,6 +33,7 @@ _PAGE_BYTES = 4096
 _DIRECT_BYTES = 1 << 20
 """Below this a write through the page cache is no slower, and the pages are few."""
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_EXISTING_FILE = os.O_WRONLY | os.O_CLOEXEC
 
 
 def _fail(error: OSError, path: str, doing: str, offset: int | None = None) -> NoReturn:
@@ -44,20 +48,26 @@ def _fail(error: OSError, path: str, doing: str, offset: int | None = None) -> N
 
 
 class PosixImage:
-    """A file that was created exclusively and is written by one lane.
+    """A file that exists, open in one lane.
 
     Whole pages go past the page cache (O_DIRECT) where the file system and the buffers allow it, the rest
-    through it; fsync covers both.
+    through it; fsync covers both. Several lanes may write to one file: where their stretches share a page,
+    both write it through the cache, which is one for all of them.
+
+    Args:
+        path: Absolute path of the file.
+
+    Raises:
+        OSError: It cannot be opened for writing.
     """
 
-    def __init__(self, fd: int, root: str, name: str) -> None:
-        self.name = name
-        self._path = os.path.join(root, name)
-        self._fd = fd
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = os.open(path, _EXISTING_FILE)
         self._direct_fd = -1
         # Some file systems refuse it here, some at the first write: both are written through the cache.
         with contextlib.suppress(OSError):
-            self._direct_fd = os.open(self._path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            self._direct_fd = os.open(path, _EXISTING_FILE | os.O_DIRECT)
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `ImageFile.write`.
@@ -65,72 +75,101 @@ class PosixImage:
         Raises:
             WriteError: The file system refused.
         """
-        pending = [buffer for buffer in buffers if buffer.nbytes]
-        if len(pending) == 1:
-            written = self._write_direct(offset, pending[0])
-            offset += written
-            pending = [pending[0][written:]] if written < pending[0].nbytes else []
-        try:
-            while pending:
-                written = os.pwritev(self._fd, pending[:_MAX_BUFFERS], offset)
+        left = deque(buffer for buffer in buffers if buffer.nbytes)
+        # A traceback that somebody holds must not hold the memory behind the buffers.
+        with contextlib.ExitStack() as views:
+            whole = _whole_pages(left)
+            if self._direct_fd >= 0 and whole >= _DIRECT_BYTES and offset % _PAGE_BYTES == 0:
+                offset += self._write_direct(offset, left, whole, views)
+            while left:
+                try:
+                    written = os.pwritev(self._fd, _first(left), offset)
+                except OSError as error:
+                    _fail(error, self._path, "cannot write", offset)
                 if written == 0:
                     _fail(OSError(errno.EIO, "no bytes accepted"), self._path, "cannot write", offset)
+                _advance(left, written, views)
                 offset += written
-                while pending and written >= pending[0].nbytes:
-                    written -= pending.pop(0).nbytes
-                if written:
-                    pending[0] = pending[0][written:]
-        except OSError as error:
-            _fail(error, self._path, "cannot write", offset)
 
-    def _write_direct(self, offset: int, buffer: memoryview) -> int:
-        """Write the whole pages of `buffer` past the page cache; returns how many bytes that were."""
-        whole = buffer.nbytes // _PAGE_BYTES * _PAGE_BYTES
+    def _write_direct(
+        self, offset: int, left: deque[memoryview], whole: int, views: contextlib.ExitStack
+    ) -> int:
+        """Write the first `whole` bytes of `left` past the page cache, as far as it goes; returns how far."""
         done = 0
-        while self._direct_fd >= 0 and whole - done >= _DIRECT_BYTES and (offset + done) % _PAGE_BYTES == 0:
+        while done < whole and done % _PAGE_BYTES == 0:
             try:
-                written = os.pwritev(self._direct_fd, [buffer[done:whole]], offset + done)
+                written = os.pwritev(self._direct_fd, _first_bytes(left, whole - done, views), offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL:
+                # The file system's answer to buffers that are not aligned in memory, or to O_DIRECT as such.
+                if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
                     break
                 _fail(error, self._path, "cannot write", offset + done)
             if written <= 0:
                 break
+            _advance(left, written, views)
             done += written
         return done
 
-    def finish(self, nbytes: int) -> None:
+    def finish(self) -> None:
         """See `ImageFile.finish`.
 
         Raises:
-            WriteError: The bytes are not durable, or their number is not `nbytes`.
+            WriteError: The bytes are not durable.
         """
         try:
-            os.fsync(self._fd)
-            size = os.fstat(self._fd).st_size
+            try:
+                os.fsync(self._fd)
+            finally:
+                fds = self._take_fds()
+                with contextlib.ExitStack() as closing:
+                    for fd in fds:
+                        closing.callback(os.close, fd)
         except OSError as error:
             _fail(error, self._path, "cannot make durable")
-        if size != nbytes:
-            raise WriteError(
-                f"{self._path} holds {size} bytes after writing {nbytes}", path=self._path, offset=size
-            )
-        try:
-            self._close()
-        except OSError as error:
-            _fail(error, self._path, "cannot close")
 
-    def abort(self) -> None:
-        """See `ImageFile.abort`."""
-        with contextlib.suppress(OSError):
-            self._close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+    def close(self) -> None:
+        """See `ImageFile.close`."""
+        for fd in self._take_fds():
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
-    def _close(self) -> None:
+    def _take_fds(self) -> list[int]:
         fds = [fd for fd in (self._direct_fd, self._fd) if fd >= 0]
         self._direct_fd = self._fd = -1
-        for fd in fds:
-            os.close(fd)
+        return fds
+
+
+def _whole_pages(buffers: Iterable[memoryview]) -> int:
+    """Return the bytes at the start of `buffers` that are whole pages, in buffers of whole pages each."""
+    whole = 0
+    for buffer in buffers:
+        whole += buffer.nbytes // _PAGE_BYTES * _PAGE_BYTES
+        if buffer.nbytes % _PAGE_BYTES:
+            break
+    return whole
+
+
+def _first(left: deque[memoryview]) -> list[memoryview]:
+    return list(itertools.islice(left, _MAX_BUFFERS))
+
+
+def _first_bytes(left: deque[memoryview], nbytes: int, views: contextlib.ExitStack) -> list[memoryview]:
+    """Return what holds the first `nbytes` bytes of `left`, or as many of them as one call takes."""
+    taken = []
+    for buffer in itertools.islice(left, _MAX_BUFFERS):
+        taken.append(buffer if buffer.nbytes <= nbytes else views.enter_context(buffer[:nbytes]))
+        nbytes -= taken[-1].nbytes
+        if nbytes == 0:
+            break
+    return taken
+
+
+def _advance(left: deque[memoryview], written: int, views: contextlib.ExitStack) -> None:
+    """Take the first `written` bytes off `left`."""
+    while left and written >= left[0].nbytes:
+        written -= left.popleft().nbytes
+    if written:
+        left[0] = views.enter_context(left[0][written:])
 
 
 class PosixStorage:
@@ -149,7 +188,7 @@ class PosixStorage:
         """See `Storage.prepare`."""
         self._make_directory(self.root)
 
-    def create_image(self, names: Sequence[str]) -> PosixImage:
+    def create_image(self, names: Sequence[str]) -> str:
         """See `Storage.create_image`.
 
         Raises:
@@ -158,13 +197,36 @@ class PosixStorage:
         for name in names:
             path = os.path.join(self.root, name)
             try:
-                return PosixImage(os.open(path, _NEW_FILE, 0o644), self.root, name)
+                os.close(os.open(path, _NEW_FILE, 0o644))
             except FileExistsError:
                 continue
             except OSError as error:
                 _fail(error, path, "cannot create")
+            return name
         path = os.path.join(self.root, names[-1])
         raise WriteError(f"cannot create {path}: it exists already [EEXIST]", errno=errno.EEXIST, path=path)
+
+    def open_image(self, name: str) -> PosixImage:
+        """See `Storage.open_image`."""
+        path = os.path.join(self.root, name)
+        try:
+            return PosixImage(path)
+        except OSError as error:
+            _fail(error, path, "cannot open")
+
+    def check_image(self, name: str, nbytes: int) -> None:
+        """See `Storage.check_image`.
+
+        Raises:
+            WriteError: The file holds another number of bytes, or none can be told.
+        """
+        path = os.path.join(self.root, name)
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            _fail(error, path, "cannot check")
+        if size != nbytes:
+            raise WriteError(f"{path} holds {size} bytes after writing {nbytes}", path=path, offset=size)
 
     def put(self, name: str, data: bytes) -> None:
         """See `Storage.put`."""

@@ -1,0 +1,733 @@
+"""Checkpointer: the training loop's own way to save and restore.
+
+    state -> signature -> planned once -> staged -> written and published in the background
+
+What a save needs is planned when a state is seen for the first time, and used again while its signature
+holds; a save then costs the trainer the comparison and one replay of the copies.
+
+Invariants:
+    * A plan is never used for a state that was not compared with it in full, values of objects included.
+    * The background thread does nothing for each item, and makes no CUDA call.
+    * A tensor that changed before the guard let it fails its save, and nothing of that is published.
+
+Threads: one thread at a time saves, guards and restores; one thread of the checkpointer's own writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import threading
+import time
+import traceback
+import uuid
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from distckpt import observe
+from distckpt.commit import METADATA, ItemTable, Manifest, claim, plan_digest, publish, write_manifest
+from distckpt.config import CheckpointConfig, warn_async_workers
+from distckpt.engine import Engine, Residence, collector_paused
+from distckpt.errors import CheckpointError, ConfigError, StagingError
+from distckpt.exitstatus import note_failure, watch_exit
+from distckpt.formats import Frame
+from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
+from distckpt.reader import StorageReader
+from distckpt.signature import Signature, View, version_of
+from distckpt.storage import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.optim import Optimizer
+    from typing_extensions import Self
+
+    from distckpt.engine import Written
+    from distckpt.image import Image
+    from distckpt.storage import Storage
+
+_LOG = logging.getLogger(__name__)
+_PREFIX = "step-"
+_STEP_DIGITS = 8
+_GIB = 1 << 30
+_POLL_S = 0.002
+_VERSIONS_AT_ONCE = 512
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class SaveHandle:
+    """One save of a `Checkpointer`.
+
+    Attributes:
+        step: Its step.
+        path: Where the checkpoint will be.
+        blocked_s: Seconds that `save` took.
+        prepared_s: Seconds of these before the first copy: comparing or planning, waiting for memory.
+    """
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step = step
+        self.path = path
+        self.blocked_s = 0.0
+        self.prepared_s = 0.0
+        self._residence: Residence | None = None
+        self._future: Future[str] = Future()
+        self._future.set_running_or_notify_cancel()
+
+    @property
+    def staged(self) -> bool:
+        """Whether everything was copied: nothing that happens to the state shows in the checkpoint."""
+        residence = self._residence
+        return self._future.done() or (residence is not None and residence.has_arrived())
+
+    @property
+    def committed(self) -> bool:
+        """Whether the checkpoint is complete and durable."""
+        return self._future.done() and self._future.exception() is None
+
+    def result(self, timeout: float | None = None) -> str:
+        """Wait until the checkpoint is committed.
+
+        Args:
+            timeout: Seconds; None: as long as it takes, which has deadlines of its own.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            CheckpointError: The save failed.
+            TimeoutError: It is still under way.
+        """
+        return self._future.result(timeout)
+
+
+class _Planned:
+    """What is known of a state that was planned: items, files, metadata, and memory that holds it.
+
+    Args:
+        engine: Plans and holds it.
+        state: The state.
+        view: The state, walked with paths.
+        late_addresses: Where the tensors lie that a guard protects.
+        file_format: For the manifest.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: Mapping[str, Any],
+        view: View,
+        late_addresses: set[int],
+        file_format: str,
+    ) -> None:
+        self.signature = Signature(view)
+        self.is_reusable = view.is_simple
+        self._engine = engine
+        self._format = file_format
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state), StorageMeta(), is_coordinator=True)
+        local = planner.create_local_plan()
+        [plan], self._metadata = planner.create_global_plan([local])
+        plan = planner.finish_plan(plan)
+        self.items, _ = resolve_items(engine, planner, plan.items, 0)
+        self._write_items = plan.items
+        self._link(planner, view)
+        del planner
+        addresses = self.signature.addresses
+        self.late = [
+            number
+            for number, leaf in enumerate(self._leaf_of)
+            if leaf >= 0 and addresses[leaf] in late_addresses and view.locals[leaf].is_cuda
+        ]
+        self.late_leaves = [self._leaf_of[number] for number in self.late]
+        self._on_host = [
+            number
+            for number, (item, leaf) in enumerate(zip(self.items, self._leaf_of, strict=True))
+            if leaf < 0 or (item.tensor is not None and not item.tensor.is_cuda)
+        ]
+        self._table: ItemTable | None = None
+        self._metadata_template: tuple[bytes, str, str] | None = None
+        self._digest = ""
+        self._residences: list[Residence] = []
+        self._free: deque[Residence] = deque()
+        self._changed = threading.Condition()
+        self._is_stale = False
+        self._names: tuple[str, ...] = ()
+        first = self._new_residence()
+        self.fits = first is not None
+        """Whether the budget for host memory holds the state."""
+        if first is not None:
+            self._describe(first.image)
+
+    def _link(self, planner: DefaultSavePlanner, view: View) -> None:
+        """Find out which tensor of the state each item is, and where each object comes from."""
+        leaf_at = {path: leaf for leaf, path in enumerate(view.paths)}
+        self._leaf_of: list[int] = []
+        self._objects: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        for number, write_item in enumerate(self._write_items):
+            path = planner.mappings.get(write_item.index.fqn)
+            item = self.items[number]
+            leaf = -1
+            if path is None:
+                self.is_reusable = False
+            elif write_item.type is WriteItemType.BYTE_IO:
+                value = planner.state_dict[write_item.index.fqn]
+                self._objects[number] = (tuple(path), value if type(value) in _PLAIN else None)
+            else:
+                leaf = leaf_at.get(tuple(path), -1)
+                tensor = None if leaf < 0 else view.locals[leaf]
+                if tensor is None or item.tensor is None or item.tensor.data_ptr() != tensor.data_ptr():
+                    # Saved otherwise than as plain memory, or made for this save.
+                    self.is_reusable = False
+            self._leaf_of.append(leaf)
+
+    def refresh(self, state: Mapping[str, Any]) -> bool:
+        """Take today's values of the objects; False if they take more room, so that all is planned anew."""
+        for number, (path, known) in self._objects.items():
+            value: Any = state
+            for key in path:
+                value = value[key]
+            if type(value) is type(known) and type(value) in _PLAIN and repr(value) == repr(known):
+                continue
+            data = io.BytesIO()
+            torch.save(value, data)
+            item = self.items[number]
+            if data.getbuffer().nbytes != item.size:
+                return False
+            item.frame = Frame(data.getvalue(), b"")
+            self._objects[number] = (path, value if type(value) in _PLAIN else None)
+        return True
+
+    def stage(self, residence: Residence, view: View) -> None:
+        """Copy the state that `view` has walked to `residence`."""
+        numbers: Sequence[int] = self._on_host if residence.can_restage else range(len(self.items))
+        try:
+            self._take_tensors(view, numbers)
+            if residence.can_restage:
+                residence.restage({number: self.items[number] for number in numbers}, view.locals)
+            else:
+                residence.stage(self.items)
+        finally:
+            self._release(numbers)
+
+    def _take_tensors(self, view: View, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            leaf = self._leaf_of[number]
+            if leaf >= 0:
+                tensor = view.locals[leaf]
+                self.items[number].tensor = tensor.detach() if tensor.requires_grad else tensor
+
+    def release_tensors(self) -> None:
+        """Hold no tensor of the state; one that is not reusable is of no use afterwards."""
+        self._release(range(len(self.items)))
+
+    def _release(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.items[number].tensor = None
+
+    def acquire(self, timeout_s: float) -> Residence:
+        """Return memory for the state that no save uses; waits for one that is under way.
+
+        Raises:
+            StagingError: None came free in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._free:
+                if self._engine.has_room(self._residences) and self._new_residence() is not None:
+                    continue
+                if not self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic()))) and (
+                    time.monotonic() > deadline
+                ):
+                    raise StagingError(
+                        f"waited {timeout_s:.0f} s for the save before to free its memory "
+                        f"(--ckpt-host-memory holds one state)"
+                    )
+            return self._free.popleft()
+
+    def give_back(self, residence: Residence) -> None:
+        """Have `residence` used by the next save."""
+        with self._changed:
+            if self._is_stale or residence.is_lost:
+                self._drop(residence)
+            else:
+                self._free.append(residence)
+            self._changed.notify_all()
+
+    def retire(self) -> None:
+        """Give the memory back, that of saves that are under way when they have ended."""
+        with self._changed:
+            self._is_stale = True
+            while self._free:
+                self._drop(self._free.popleft())
+
+    def _drop(self, residence: Residence) -> None:
+        self._residences.remove(residence)
+        self._engine.drop(residence)
+
+    def _new_residence(self) -> Residence | None:
+        residence = self._engine.reside(self.items, self.late)
+        if residence is not None:
+            self._residences.append(residence)
+            self._free.append(residence)
+        return residence
+
+    def _describe(self, image: Image) -> None:
+        """Make what every save's manifest and metadata say; both take long for many items."""
+        item_files, offsets = image.places()
+        fqns = [item.index.fqn for item in self._write_items]
+        with collector_paused():
+            self._digest = plan_digest(
+                fqns,
+                [
+                    (item.index.offset, data and (data.chunk.sizes, data.properties.dtype))
+                    for item in self._write_items
+                    for data in [item.tensor_data]
+                ],
+            )
+            chunks: list[Sequence[int] | None] = [item.index.offset for item in self._write_items]
+            self._table = ItemTable(fqns, chunks, item_files, offsets, image.sizes)
+            _ = self._table.json
+
+    def fqn(self, number: int) -> str:
+        """Return the name of an item."""
+        return str(self._write_items[number].index.fqn)
+
+    def write_through(self, storage: Storage, save_id: str, view: View) -> Written | None:
+        """Stage and write in waves the state that `view` has walked."""
+        self._take_tensors(view, range(len(self.items)))
+        try:
+            return self._engine.write(storage, save_id, 0, self.items)
+        finally:
+            self.release_tensors()
+
+    def manifest(self, save_id: str, written: Written) -> Manifest:
+        """Return the manifest of one save."""
+        if self._table is None:
+            self._describe(written.image)
+        assert self._table is not None
+        return Manifest(save_id, 0, self._format, self._digest, written.files, written.checksums, self._table)
+
+    def metadata(self, names: tuple[str, ...], path: str, save_id: str) -> bytes:
+        """Return the pickled metadata of one save.
+
+        It is that of the last save but for the path and the id, nearly always of equal lengths: then these
+        are put in their places, and nothing is pickled.
+        """
+        template = self._metadata_template
+        if template is not None:
+            data, old_path, old_id = template
+            if len(old_path) == len(path) and names == self._names:
+                return data.replace(old_id.encode(), save_id.encode()).replace(
+                    old_path.encode(), path.encode()
+                )
+        self._names = names
+        # Placeholders that nothing else in the metadata holds.
+        mark_path, mark_id = uuid.uuid4().hex, uuid.uuid4().hex
+        mark_path = (mark_path * (1 + len(path) // len(mark_path)))[: len(path)]
+        assert self._table is not None
+        table = self._table
+        metadata: Metadata = self._metadata
+        metadata.version = DCP_VERSION
+        metadata.storage_meta = StorageMeta(checkpoint_id=mark_path, save_id=mark_id)
+        with collector_paused():
+            metadata.storage_data = {
+                MetadataIndex(item.index.fqn, item.index.offset, item.index.index): _StorageInfo(
+                    names[file], offset, size
+                )
+                for item, file, offset, size in zip(
+                    self._write_items, table.item_files, table.offsets, table.sizes, strict=True
+                )
+            }
+            data = pickle_metadata(metadata, {})
+        metadata.storage_data = None
+        self._metadata_template = (data, mark_path, mark_id)
+        return self.metadata(names, path, save_id)
+
+
+class _Late:
+    """Tensors of a save that may still be copied, and must not change until then."""
+
+    def __init__(self, planned: _Planned, view: View, residence: Residence) -> None:
+        self._leaves = [view.locals[leaf] for leaf in planned.late_leaves]
+        self._versions = list(map(version_of, self._leaves))
+        self._items = planned.late
+        self._planned = planned
+        self._residence = residence
+        self._lock = threading.Lock()
+        self.error: StagingError | None = None
+        self.is_over = False
+
+    def guard(self) -> None:
+        """Check the tensors, and let the caller's streams wait for the copies; they may change after that."""
+        with self._lock:
+            if self.is_over:
+                return
+            self._compare(0, len(self._leaves))
+            if not self._residence.has_arrived():
+                self._residence.order_after()
+            self._end()
+
+    def check(self) -> None:
+        """Before the save is published: check the tensors, if no guard has, a few at a time."""
+        pause = threading.Event()
+        for first in range(0, len(self._versions), _VERSIONS_AT_ONCE):
+            with self._lock:
+                if self.is_over:
+                    break
+                self._compare(first, first + _VERSIONS_AT_ONCE)
+            pause.wait(_POLL_S)
+        with self._lock:
+            self._end()
+        if self.error is not None:
+            raise self.error
+
+    def _compare(self, first: int, end: int) -> None:
+        versions = list(map(version_of, self._leaves[first:end]))
+        if versions != self._versions[first:end]:
+            changed = next(i for i, found in enumerate(versions, first) if found != self._versions[i])
+            self.error = StagingError(
+                f"{self._planned.fqn(self._items[changed])!r} was changed after save() and before "
+                f"guard() let it: wrap whatever changes parameters or optimizer states in guard(optimizer)"
+            )
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._leaves = []
+
+
+class Checkpointer:
+    """Saves and restores the state of a training loop in numbered steps under one directory.
+
+    Args:
+        root: Directory of all steps, or a URL that fsspec resolves to a local one.
+        config: Settings; default: `CheckpointConfig()`.
+        storage_options: Passed to fsspec as they are.
+        **settings: Fields of `CheckpointConfig`, which override `config`.
+
+    Raises:
+        ConfigError: A setting, the URL or a storage option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._config = CheckpointConfig.build(config, settings)
+        self._storage_options = dict(storage_options or {})
+        self._storage = open_storage(root, self._storage_options)
+        # Absolute, wherever the process goes meanwhile.
+        self._root = self._storage.url
+        logging.getLogger("distckpt").setLevel(self._config.log_level.upper())
+        self._engine = Engine.open(self._config)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distckpt-write")
+        self._planned: _Planned | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._late: list[_Late] = []
+        self._handles: list[SaveHandle] = []
+        self._closed = False
+        self._warned_over_budget = False
+
+    def __enter__(self) -> Self:
+        """Return the checkpointer; it is closed on leaving."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close the checkpointer."""
+        self.close()
+
+    def prewarm(self, state: Mapping[str, Any]) -> Future[int]:
+        """Plan `state`, and begin to reserve and pin host memory for it.
+
+        Args:
+            state: What will be saved, or a state with the same tensors.
+
+        Returns:
+            A future of the bytes that are reserved; it ends with a `StagingError` if they cannot be had.
+
+        Raises:
+            CheckpointError: The checkpointer is closed, or the state cannot be saved.
+        """
+        self._check_open()
+        view = View(state)
+        self._plan(state, view).release_tensors()
+        tensors = view.locals
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        return self._engine.prewarm([tensor.nbytes for tensor in tensors], devices)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
+        """Save `state` as step `step`.
+
+        With `async_save` this returns when the state may change again: CUDA tensors by work on the caller's
+        current streams, those of guarded optimizers within `guard`. The rest happens in the background. A
+        state that the budget for host memory does not hold is written before this returns.
+
+        Args:
+            step: Number of the step, from 0; a step that was saved before is replaced.
+            state: Nested containers of tensors and Python objects.
+
+        Returns:
+            A handle of the save.
+
+        Raises:
+            CheckpointError: The checkpointer is closed, the state cannot be staged, or, without `async_save`,
+                the save failed.
+            ConfigError: `step` is negative.
+        """
+        started = time.perf_counter()
+        self._check_open()
+        if step < 0:
+            raise ConfigError(f"step: expected a number from 0, got {step}")
+        if self._config.async_save:
+            warn_async_workers(self._config.dist_ckpt_workers, stacklevel=2)
+            watch_exit()
+        handle = SaveHandle(step, self._path(step))
+        self._handles = [one for one in self._handles if not one.committed]
+        save_id = uuid.uuid4().hex
+        try:
+            view = View(state)
+            planned = self._plan(state, view)
+            if not planned.fits:
+                self._write_through(handle, planned, view, save_id)
+            else:
+                residence = planned.acquire(self._timeout_s)
+                handle.prepared_s = time.perf_counter() - started
+                try:
+                    planned.stage(residence, view)
+                except BaseException:
+                    planned.give_back(residence)
+                    raise
+                handle._residence = residence  # noqa: SLF001 - one room
+                late = None
+                if planned.late:
+                    late = _Late(planned, view, residence)
+                    self._late = [*(one for one in self._late if not one.is_over), late]
+                self._thread.submit(self._write, handle, planned, residence, late, save_id)
+        except BaseException as error:
+            self._report(handle, error)
+            raise
+        self._handles.append(handle)
+        handle.blocked_s = time.perf_counter() - started
+        observe.emit("state.staged", seconds=handle.blocked_s)
+        if not self._config.async_save:
+            handle.result()
+            handle.blocked_s = time.perf_counter() - started
+        return handle
+
+    @contextlib.contextmanager
+    def guard(self, *optimizers: Optimizer) -> Iterator[None]:
+        """Surround `optimizer.step()`: parameters and states of `optimizers` change in here alone.
+
+        While saves are under way, the current streams wait on the device for what is still being copied.
+        Tensors that belong to an optimizer that was guarded before are copied after `save` returned.
+
+        Args:
+            *optimizers: The optimizers that step in here.
+        """
+        for optimizer in optimizers:
+            if optimizer not in self._optimizers:
+                self._optimizers.add(optimizer)
+                self._forget_plan()
+        late, self._late = self._late, []
+        for each in late:
+            each.guard()
+        yield
+
+    def restore(self, state: dict[str, Any], step: int | str | None = "latest") -> int | None:
+        """Load a checkpoint into `state`.
+
+        Args:
+            state: Nested containers; tensors are filled in place, objects are replaced.
+            step: Number of the step, or "latest".
+
+        Returns:
+            The step that was loaded; None if "latest" was asked for and there is none.
+
+        Raises:
+            CheckpointError: There is no such step, or it cannot be read.
+        """
+        found = self.latest() if step in ("latest", None) else int(step)
+        if found is None:
+            return None
+        path = self._path(found)
+        reader = StorageReader(path, self._config, storage_options=self._storage_options)
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        load(state, storage_reader=reader, no_dist=not is_distributed)
+        return found
+
+    def steps(self) -> list[int]:
+        """Return the steps that are complete, ascending."""
+        found = []
+        for name in self._storage.list():
+            text = name.removeprefix(_PREFIX).removesuffix("/")
+            if name.startswith(_PREFIX) and name.endswith("/") and text.isdecimal():
+                step = int(text)
+                if open_storage(self._path(step), self._storage_options).read(METADATA, nbytes=0) is not None:
+                    found.append(step)
+        return sorted(found)
+
+    def latest(self) -> int | None:
+        """Return the last step that is complete, or None."""
+        return max(self.steps(), default=None)
+
+    def wait(self) -> None:
+        """Wait for all saves that are under way.
+
+        Raises:
+            CheckpointError: One failed; the first of them is raised.
+        """
+        handles, self._handles = self._handles, []
+        errors = [handle._future.exception() for handle in handles]  # noqa: SLF001 - one room
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Wait for saves that are under way, end workers and give memory back; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.shutdown(wait=True)
+        self._late.clear()
+        self._forget_plan()
+        self._engine.close()
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._config.distributed_timeout_minutes * 60
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("the Checkpointer is closed")
+
+    def _path(self, step: int) -> str:
+        return f"{self._root.rstrip('/')}/{_PREFIX}{step:0{_STEP_DIGITS}}"
+
+    def _plan(self, state: Mapping[str, Any], view: View) -> _Planned:
+        """Return the plan of `state`: the last one if it is still true, or a new one."""
+        planned = self._planned
+        if (
+            planned is not None
+            and planned.is_reusable
+            and view.is_simple
+            and planned.signature.matches(view)
+            and planned.refresh(state)
+        ):
+            return planned
+        self._forget_plan()
+        addresses = {address for optimizer in self._optimizers for address in _addresses_of(optimizer)}
+        self._planned = _Planned(
+            self._engine, state, View(state, with_paths=True), addresses, self._config.ckpt_format
+        )
+        return self._planned
+
+    def _forget_plan(self) -> None:
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            planned.retire()
+
+    def _write(
+        self,
+        handle: SaveHandle,
+        planned: _Planned,
+        residence: Residence,
+        late: _Late | None,
+        save_id: str,
+    ) -> None:
+        """Write and publish what was staged; in the background."""
+        try:
+            storage = self._claim(handle, save_id)
+            written = self._engine.write_staged(storage, save_id, 0, residence)
+            if late is not None:
+                late.check()
+            self._publish(handle, planned, storage, written, save_id)
+        except BaseException as error:  # noqa: BLE001 - the top frame of a thread: the handle raises it
+            handle._residence = None  # noqa: SLF001 - one room
+            planned.give_back(residence)
+            self._report(handle, error)
+            return
+        handle._residence = None  # noqa: SLF001 - one room
+        planned.give_back(residence)
+        self._complete(handle, save_id)
+
+    def _write_through(self, handle: SaveHandle, planned: _Planned, view: View, save_id: str) -> None:
+        """Write and publish a state that the budget does not hold, on the caller's thread."""
+        if not self._warned_over_budget:
+            self._warned_over_budget = True
+            _LOG.warning(
+                "the state does not fit the host memory budget of %.2f GiB (--ckpt-host-memory): "
+                "save() takes as long as writing it",
+                self._engine.arena.budget_bytes / _GIB,
+            )
+        # Saves before it are written first: they hold the memory.
+        for earlier in self._handles:
+            earlier._future.exception()  # noqa: SLF001 - one room
+        storage = self._claim(handle, save_id)
+        written = planned.write_through(storage, save_id, view)
+        assert written is not None
+        self._publish(handle, planned, storage, written, save_id)
+        self._complete(handle, save_id)
+
+    def _claim(self, handle: SaveHandle, save_id: str) -> Storage:
+        storage = open_storage(handle.path, self._storage_options)
+        storage.prepare()
+        claim(storage, save_id)
+        return storage
+
+    def _publish(
+        self, handle: SaveHandle, planned: _Planned, storage: Storage, written: Written, save_id: str
+    ) -> None:
+        ref = write_manifest(storage, planned.manifest(save_id, written))
+        data = planned.metadata(written.names, handle.path, save_id)
+        publish(storage, data, save_id=save_id, manifests=[ref], details=self._details())
+
+    def _details(self) -> dict[str, Any]:
+        return {"world": 1, "format": self._config.ckpt_format, "time": time.time()}
+
+    def _complete(self, handle: SaveHandle, save_id: str) -> None:
+        observe.emit("committed", save_id=save_id, path=handle.path)
+        _LOG.info("committed %s", handle.path)
+        handle._future.set_result(handle.path)  # noqa: SLF001 - one room
+
+    def _report(self, handle: SaveHandle, error: BaseException) -> None:
+        """Log a failure at once: nobody may ever ask for the result."""
+        _LOG.error("the save of step %d failed: %s: %s", handle.step, type(error).__name__, error)
+        note_failure()
+        traceback.clear_frames(error.__traceback__)
+        if not isinstance(error, CheckpointError):
+            told = CheckpointError(f"{type(error).__name__}: {error}")
+            told.__cause__ = error
+            error = told
+        handle._future.set_exception(error)  # noqa: SLF001 - one room
+
+
+def _addresses_of(optimizer: Optimizer) -> Iterator[int]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield from _address(parameter)
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            if isinstance(value, torch.Tensor):
+                yield from _address(value)
+
+
+def _address(tensor: torch.Tensor) -> Iterator[int]:
+    local = getattr(tensor, "_local_tensor", tensor)
+    address = local.data_ptr()
+    if address:
+        yield address

@@ -1,0 +1,200 @@
+"""The file images of one rank: which item lies where in which file, and in which parts files are written.
+
+Pure: sizes in, places out; what the bytes are and where they lie in memory is the business of other rooms.
+
+Invariants:
+    * Every byte of every file is in exactly one part; parts of a file ascend.
+    * Parts are in the order in which they are staged: one of each file in turn, so that all lanes have work.
+    * A span never crosses a part, and ends at every multiple of the checksum block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distckpt.formats import lay_out
+from distckpt.plan import pack
+from distckpt.worker import ZEROS, block_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_MAX_PIECES = 4096
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """One file.
+
+    Attributes:
+        items: Number of each item, in the order of the file.
+        offsets: Where each begins, in bytes from the start of the file.
+        nbytes: Size of the file.
+        num_unstaged: How many items are to be staged; the others are in the arena already.
+    """
+
+    items: list[int]
+    offsets: list[int]
+    nbytes: int
+    num_unstaged: int
+
+
+@dataclass
+class ImagePart:
+    """A stretch of a file that is staged and written as one.
+
+    Attributes:
+        file: Number of the file.
+        low: First byte.
+        high: Byte after the last.
+        spans: Flat (start, bytes) within the part, one for each checksum.
+        pieces: Where its bytes are, if they are in the arena already (see `worker.Part`); else empty.
+    """
+
+    file: int
+    low: int
+    high: int
+    spans: list[int]
+    pieces: list[tuple[int, int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.high - self.low
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether its bytes are in the arena already."""
+        return bool(self.pieces) or self.nbytes == 0
+
+
+@dataclass(frozen=True)
+class Image:
+    """All files of one rank in one save.
+
+    Attributes:
+        sizes: Bytes of each item, framing included.
+        files: The files.
+        parts: All parts, in the order of staging.
+    """
+
+    sizes: list[int]
+    files: list[ImageFile]
+    parts: list[ImagePart]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def parts_of(self, file: int) -> list[int]:
+        """Return the numbers of the parts of a file, in ascending order of their bytes."""
+        return [number for number, part in enumerate(self.parts) if part.file == file]
+
+    def places(self) -> tuple[list[int], list[int]]:
+        """Return the file and the offset of each item, in the order of the items."""
+        files, offsets = [0] * len(self.sizes), [0] * len(self.sizes)
+        for number, file in enumerate(self.files):
+            for index, offset in zip(file.items, file.offsets, strict=True):
+                files[index], offsets[index] = number, offset
+        return files, offsets
+
+
+def lay_out_image(
+    sizes: Sequence[int],
+    num_files: int,
+    part_bytes: int,
+    *,
+    order: Sequence[int] = (),
+    homes: Sequence[tuple[int, int] | None] = (),
+    checksums: bool = True,
+) -> Image:
+    """Lay out the files of one rank.
+
+    Args:
+        sizes: Bytes of each item, framing included.
+        num_files: Number of files, at most.
+        part_bytes: Bytes of a part, at most; a multiple of the checksum block.
+        order: For each item a class; within a file those of one class lie together, in ascending order.
+        homes: For each item (slab, offset in the slab) at which it lies in the arena already, or None.
+        checksums: Whether checksums are taken.
+
+    Returns:
+        The image.
+    """
+    files, parts_by_file = [], []
+    for number, indices in enumerate(pack(sizes, num_files)):
+        if order:
+            indices.sort(key=order.__getitem__)
+        if homes:
+            # What is not staged yet first: what was staged then lies in one stretch.
+            indices.sort(key=lambda index: homes[index] is not None)
+        num_unstaged = sum(homes[index] is None for index in indices) if homes else len(indices)
+        layout = lay_out([sizes[index] for index in indices])
+        file = ImageFile(indices, layout.offsets, layout.nbytes, num_unstaged)
+        files.append(file)
+        parts_by_file.append(list(_parts(number, file, sizes, homes, part_bytes, checksums)))
+    parts = [part for turn in itertools.zip_longest(*parts_by_file) for part in turn if part is not None]
+    return Image(list(sizes), files, parts)
+
+
+def _parts(
+    number: int,
+    file: ImageFile,
+    sizes: Sequence[int],
+    homes: Sequence[tuple[int, int] | None],
+    part_bytes: int,
+    checksums: bool,
+) -> Iterator[ImagePart]:
+    count = file.num_unstaged
+    end = file.nbytes if count == len(file.items) else file.offsets[count]
+    part = ImagePart(number, 0, min(part_bytes, end), [], [])
+    for index, start in zip(file.items[:count], file.offsets[:count], strict=True):
+        for offset, nbytes in block_spans(start, sizes[index]):
+            while offset >= part.high:
+                yield part
+                part = ImagePart(number, part.high, min(part.high + part_bytes, end), [], [])
+            if checksums:
+                part.spans += (offset - part.low, nbytes)
+    assert part.high == end, "parts end on pages, and so does padding at the latest"
+    # A file without a byte is a file all the same.
+    if part.high > part.low or file.nbytes == 0:
+        yield part
+    if count < len(file.items):
+        yield from _staged_parts(number, file, sizes, homes, part_bytes, checksums)
+
+
+def _staged_parts(
+    number: int,
+    file: ImageFile,
+    sizes: Sequence[int],
+    homes: Sequence[tuple[int, int] | None],
+    part_bytes: int,
+    checksums: bool,
+) -> Iterator[ImagePart]:
+    first = file.num_unstaged
+    part = ImagePart(number, file.offsets[first], file.offsets[first], [], [])
+    for index, start in zip(file.items[first:], file.offsets[first:], strict=True):
+        home = homes[index]
+        assert home is not None
+        slab, home_offset = home
+        for offset, nbytes in block_spans(start, sizes[index]):
+            if part.nbytes >= part_bytes or len(part.pieces) >= _MAX_PIECES:
+                yield part
+                part = ImagePart(number, part.high, part.high, [], [])
+            gap = offset - part.high
+            address = home_offset + offset - start
+            last = part.pieces[-1] if part.pieces else None
+            if last is not None and last[0] == slab and last[1] + last[2] + gap == address:
+                # Neighbours in the arena as in the file, padding included.
+                part.pieces[-1] = (slab, last[1], last[2] + gap + nbytes)
+            else:
+                if gap:
+                    part.pieces.append((ZEROS, 0, gap))
+                part.pieces.append((slab, address, nbytes))
+            if checksums:
+                part.spans += (offset - part.low, nbytes)
+            part.high = offset + nbytes
+    yield part
