@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import threading
@@ -26,34 +27,53 @@ import uuid
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 from distckpt import observe
-from distckpt.commit import METADATA, ItemTable, Manifest, claim, plan_digest, publish, write_manifest
+from distckpt.assembly import assemble, entry_of
+from distckpt.commit import (
+    METADATA,
+    ItemTable,
+    Manifest,
+    claim,
+    committed_by,
+    failures,
+    plan_digest,
+    publish,
+    read_partial,
+    report_failure,
+    write_manifest,
+)
 from distckpt.config import CheckpointConfig, warn_async_workers
-from distckpt.engine import Engine, Residence, collector_paused
-from distckpt.errors import CheckpointError, ConfigError, StagingError
+from distckpt.engine import Engine, Residence, Written, collector_paused
+from distckpt.errors import CheckpointError, CommitError, ConfigError, MissingRanks, StagingError
 from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.formats import Frame
+from distckpt.image import lay_out_image
 from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
 from distckpt.reader import StorageReader
 from distckpt.signature import Signature, View, version_of
 from distckpt.storage import open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.optim import Optimizer
     from typing_extensions import Self
 
-    from distckpt.engine import Written
+    from distckpt.commit import PartialManifest
     from distckpt.image import Image
     from distckpt.storage import Storage
 
@@ -62,6 +82,8 @@ _PREFIX = "step-"
 _STEP_DIGITS = 8
 _GIB = 1 << 30
 _POLL_S = 0.002
+_FIRST_POLL_S = 0.01
+_LAST_POLL_S = 1.0
 _VERSIONS_AT_ONCE = 512
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -112,6 +134,26 @@ class SaveHandle:
         return self._future.result(timeout)
 
 
+class Place(NamedTuple):
+    """This process among the ranks of a `Checkpointer`."""
+
+    rank: int
+    world: int
+    run_id: str
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank publishes."""
+        return self.rank == 0
+
+
+class _Coordinator(NamedTuple):
+    """What the coordinator has saved: digest of its plan, and (fqn, offsets) of its items."""
+
+    plan: str
+    items: frozenset[tuple[str, tuple[int, ...] | None]]
+
+
 class _Planned:
     """What is known of a state that was planned: items, files, metadata, and memory that holds it.
 
@@ -121,6 +163,8 @@ class _Planned:
         view: The state, walked with paths.
         late_addresses: Where the tensors lie that a guard protects.
         file_format: For the manifest.
+        place: This process among the ranks.
+        coordinator: What the coordinator is known to save; this rank leaves to it what both have.
     """
 
     def __init__(
@@ -130,19 +174,34 @@ class _Planned:
         view: View,
         late_addresses: set[int],
         file_format: str,
+        place: Place,
+        coordinator: _Coordinator | None,
     ) -> None:
         self.signature = Signature(view)
         self.is_reusable = view.is_simple
         self._engine = engine
         self._format = file_format
+        self._place = place
+        self.relies_on = coordinator
         planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(state), StorageMeta(), is_coordinator=True)
-        local = planner.create_local_plan()
-        [plan], self._metadata = planner.create_global_plan([local])
-        plan = planner.finish_plan(plan)
-        self.items, _ = resolve_items(engine, planner, plan.items, 0)
+        planner.set_up_planner(dict(state), StorageMeta(), is_coordinator=place.is_coordinator)
+        plan = planner.create_local_plan()
+        self._metadata: Metadata | None = None
+        if place.world == 1:
+            [plan], self._metadata = planner.create_global_plan([plan])
+            plan = planner.finish_plan(plan)
+        else:
+            kept = [item for item in plan.items if _is_own(item, planner, coordinator)]
+            plan = replace(plan, items=kept)
+        self.items, _ = resolve_items(engine, planner, plan.items, place.rank)
         self._write_items = plan.items
         self._link(planner, view)
+        self._mappings = planner.mappings
+        self._plain = {
+            fqn
+            for fqn, value in planner.state_dict.items()
+            if not isinstance(value, (DTensor, ShardedTensor))
+        }
         del planner
         addresses = self.signature.addresses
         self.late = [
@@ -157,18 +216,17 @@ class _Planned:
             if leaf < 0 or (item.tensor is not None and not item.tensor.is_cuda)
         ]
         self._table: ItemTable | None = None
-        self._metadata_template: tuple[bytes, str, str] | None = None
+        self._template: tuple[object, bytes, str, str] | None = None
         self._digest = ""
         self._residences: list[Residence] = []
         self._free: deque[Residence] = deque()
         self._changed = threading.Condition()
         self._is_stale = False
-        self._names: tuple[str, ...] = ()
-        first = self._new_residence()
+        first = self._new_residence() if self.items else None
         self.fits = first is not None
         """Whether the budget for host memory holds the state."""
-        if first is not None:
-            self._describe(first.image)
+        if first is not None or not self.items:
+            self._describe(lay_out_image([], 1, 1) if first is None else first.image)
 
     def _link(self, planner: DefaultSavePlanner, view: View) -> None:
         """Find out which tensor of the state each item is, and where each object comes from."""
@@ -297,63 +355,110 @@ class _Planned:
                 ],
             )
             chunks: list[Sequence[int] | None] = [item.index.offset for item in self._write_items]
-            self._table = ItemTable(fqns, chunks, item_files, offsets, image.sizes)
+            entries = None
+            if self._place.world > 1:
+                entries = [entry_of(item, self._mappings.get(item.index.fqn)) for item in self._write_items]
+            self._table = ItemTable(fqns, chunks, item_files, offsets, image.sizes, entries)
             _ = self._table.json
+
+    def shares(self, coordinator: _Coordinator) -> bool:
+        """Say whether the coordinator has saved, too, what this rank could leave to it."""
+        return any(
+            (item.index.fqn, None if item.index.offset is None else tuple(item.index.offset))
+            in coordinator.items
+            for item in self._write_items
+            if item.index.fqn in self._plain
+        )
 
     def fqn(self, number: int) -> str:
         """Return the name of an item."""
         return str(self._write_items[number].index.fqn)
 
-    def write_through(self, storage: Storage, save_id: str, view: View) -> Written | None:
+    def write_through(self, storage: Storage, save_id: str, view: View) -> Written:
         """Stage and write in waves the state that `view` has walked."""
         self._take_tensors(view, range(len(self.items)))
         try:
-            return self._engine.write(storage, save_id, 0, self.items)
+            written = self._engine.write(storage, save_id, self._place.rank, self.items)
         finally:
             self.release_tensors()
+        assert written is not None
+        return written
 
     def manifest(self, save_id: str, written: Written) -> Manifest:
         """Return the manifest of one save."""
         if self._table is None:
             self._describe(written.image)
         assert self._table is not None
-        return Manifest(save_id, 0, self._format, self._digest, written.files, written.checksums, self._table)
+        return Manifest(
+            save_id=save_id,
+            rank=self._place.rank,
+            format=self._format,
+            plan=self._digest,
+            files=written.files,
+            checksums=written.checksums,
+            items=self._table,
+            relies="" if self.relies_on is None else self.relies_on.plan,
+        )
 
-    def metadata(self, names: tuple[str, ...], path: str, save_id: str) -> bytes:
+    def metadata(
+        self, manifests: list[PartialManifest], names: tuple[str, ...], path: str, save_id: str
+    ) -> bytes:
         """Return the pickled metadata of one save.
 
         It is that of the last save but for the path and the id, nearly always of equal lengths: then these
         are put in their places, and nothing is pickled.
+
+        Args:
+            manifests: Of all ranks, if there is more than one.
+            names: Of this rank's files.
+            path: Of the checkpoint.
+            save_id: Of the save.
         """
-        template = self._metadata_template
-        if template is not None:
-            data, old_path, old_id = template
-            if len(old_path) == len(path) and names == self._names:
-                return data.replace(old_id.encode(), save_id.encode()).replace(
-                    old_path.encode(), path.encode()
-                )
-        self._names = names
-        # Placeholders that nothing else in the metadata holds.
-        mark_path, mark_id = uuid.uuid4().hex, uuid.uuid4().hex
-        mark_path = (mark_path * (1 + len(path) // len(mark_path)))[: len(path)]
-        assert self._table is not None
-        table = self._table
-        metadata: Metadata = self._metadata
+        key = (names, len(path), [(m.items, tuple(m.ref.files), m.head.get("relies")) for m in manifests])
+        if self._template is None or self._template[0] != key:
+            # Placeholders that nothing else in the metadata holds.
+            mark_path, mark_id = (uuid.uuid4().hex * (1 + len(path) // 32))[: len(path)], uuid.uuid4().hex
+            with collector_paused():
+                if manifests:
+                    metadata = assemble(manifests, mark_path, mark_id)
+                else:
+                    metadata = self._own_metadata(names, mark_path, mark_id)
+                self._template = (key, pickle_metadata(metadata, {}), mark_path, mark_id)
+        _, data, mark_path, mark_id = self._template
+        return data.replace(mark_id.encode(), save_id.encode()).replace(mark_path.encode(), path.encode())
+
+    def _own_metadata(self, names: tuple[str, ...], path: str, save_id: str) -> Metadata:
+        table, planned = self._table, self._metadata
+        assert table is not None
+        assert planned is not None
+        metadata = replace(planned, storage_meta=StorageMeta(checkpoint_id=path, save_id=save_id))
         metadata.version = DCP_VERSION
-        metadata.storage_meta = StorageMeta(checkpoint_id=mark_path, save_id=mark_id)
-        with collector_paused():
-            metadata.storage_data = {
-                MetadataIndex(item.index.fqn, item.index.offset, item.index.index): _StorageInfo(
-                    names[file], offset, size
-                )
-                for item, file, offset, size in zip(
-                    self._write_items, table.item_files, table.offsets, table.sizes, strict=True
-                )
-            }
-            data = pickle_metadata(metadata, {})
-        metadata.storage_data = None
-        self._metadata_template = (data, mark_path, mark_id)
-        return self.metadata(names, path, save_id)
+        metadata.storage_data = {
+            item.index: _StorageInfo(names[file], offset, size)
+            for item, file, offset, size in zip(
+                self._write_items, table.item_files, table.offsets, table.sizes, strict=True
+            )
+        }
+        return metadata
+
+
+def _is_own(item: WriteItem, planner: DefaultSavePlanner, coordinator: _Coordinator | None) -> bool:
+    """Say whether this rank writes `item`, or leaves it to others.
+
+    Of what a mesh replicates its first ranks write all; of what else two ranks have, the coordinator, once
+    the others know.
+    """
+    value = planner.state_dict[item.index.fqn]
+    if isinstance(value, DTensor):
+        coordinate = value.device_mesh.get_coordinate()
+        return coordinate is not None and all(
+            place == 0 or not placement.is_replicate()
+            for place, placement in zip(coordinate, value.placements, strict=True)
+        )
+    if coordinator is None or isinstance(value, ShardedTensor):
+        return True
+    offset = item.index.offset
+    return (item.index.fqn, None if offset is None else tuple(offset)) not in coordinator.items
 
 
 class _Late:
@@ -413,11 +518,14 @@ class Checkpointer:
     Args:
         root: Directory of all steps, or a URL that fsspec resolves to a local one.
         config: Settings; default: `CheckpointConfig()`.
+        process_group: Whose ranks save together; default: all, if `torch.distributed` is initialised. They
+            all make one, and call `save` for the same steps; nothing in a save waits for another rank's call.
         storage_options: Passed to fsspec as they are.
         **settings: Fields of `CheckpointConfig`, which override `config`.
 
     Raises:
-        ConfigError: A setting, the URL or a storage option cannot be honoured.
+        ConfigError: A setting, the URL or a storage option cannot be honoured, or this rank is not in
+            `process_group`.
     """
 
     def __init__(
@@ -425,10 +533,16 @@ class Checkpointer:
         root: str | os.PathLike[str],
         config: CheckpointConfig | None = None,
         *,
+        process_group: ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self._config = CheckpointConfig.build(config, settings)
+        self._group = process_group
+        self._place = _find_place(process_group)
+        self._num_saves = 0
+        self._coordinator: _Coordinator | None = None
+        self._seen_plan = ""
         self._storage_options = dict(storage_options or {})
         self._storage = open_storage(root, self._storage_options)
         # Absolute, wherever the process goes meanwhile.
@@ -498,27 +612,31 @@ class Checkpointer:
             watch_exit()
         handle = SaveHandle(step, self._path(step))
         self._handles = [one for one in self._handles if not one.committed]
-        save_id = uuid.uuid4().hex
+        # The same on all ranks, for they call this for the same steps.
+        self._num_saves += 1
+        save_id = uuid.uuid5(uuid.UUID(self._place.run_id), str(self._num_saves)).hex
         try:
             view = View(state)
             planned = self._plan(state, view)
-            if not planned.fits:
+            residence = late = None
+            if planned.items and not planned.fits:
                 self._write_through(handle, planned, view, save_id)
             else:
-                residence = planned.acquire(self._timeout_s)
-                handle.prepared_s = time.perf_counter() - started
-                try:
-                    planned.stage(residence, view)
-                except BaseException:
-                    planned.give_back(residence)
-                    raise
-                handle._residence = residence  # noqa: SLF001 - one room
-                late = None
-                if planned.late:
+                if planned.items:
+                    residence = planned.acquire(self._timeout_s)
+                    handle.prepared_s = time.perf_counter() - started
+                    try:
+                        planned.stage(residence, view)
+                    except BaseException:
+                        planned.give_back(residence)
+                        raise
+                    handle._residence = residence  # noqa: SLF001 - one room
+                if residence is not None and planned.late:
                     late = _Late(planned, view, residence)
                     self._late = [*(one for one in self._late if not one.is_over), late]
                 self._thread.submit(self._write, handle, planned, residence, late, save_id)
         except BaseException as error:
+            self._tell_others(handle, save_id, error)
             self._report(handle, error)
             raise
         self._handles.append(handle)
@@ -562,12 +680,14 @@ class Checkpointer:
             CheckpointError: There is no such step, or it cannot be read.
         """
         found = self.latest() if step in ("latest", None) else int(step)
+        if self._place.world > 1:
+            # One rank may see a checkpoint that another does not see yet.
+            found = _broadcast(found, self._group)
         if found is None:
             return None
         path = self._path(found)
         reader = StorageReader(path, self._config, storage_options=self._storage_options)
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        load(state, storage_reader=reader, no_dist=not is_distributed)
+        load(state, storage_reader=reader, process_group=self._group, no_dist=self._place.world == 1)
         return found
 
     def steps(self) -> list[int]:
@@ -625,14 +745,25 @@ class Checkpointer:
             planned is not None
             and planned.is_reusable
             and view.is_simple
+            and planned.relies_on == self._coordinator
             and planned.signature.matches(view)
             and planned.refresh(state)
         ):
             return planned
+        if planned is not None and not planned.signature.has_structure_of(view):
+            # What the coordinator saves will have changed, too.
+            self._coordinator = None
+            self._seen_plan = ""
         self._forget_plan()
         addresses = {address for optimizer in self._optimizers for address in _addresses_of(optimizer)}
         self._planned = _Planned(
-            self._engine, state, View(state, with_paths=True), addresses, self._config.ckpt_format
+            self._engine,
+            state,
+            View(state, with_paths=True),
+            addresses,
+            self._config.ckpt_format,
+            self._place,
+            self._coordinator,
         )
         return self._planned
 
@@ -645,24 +776,31 @@ class Checkpointer:
         self,
         handle: SaveHandle,
         planned: _Planned,
-        residence: Residence,
+        residence: Residence | None,
         late: _Late | None,
         save_id: str,
     ) -> None:
         """Write and publish what was staged; in the background."""
         try:
             storage = self._claim(handle, save_id)
-            written = self._engine.write_staged(storage, save_id, 0, residence)
+            if residence is None:
+                # Other ranks save all that this one has.
+                written = Written(lay_out_image([], 1, 1), (), [])
+            else:
+                written = self._engine.write_staged(storage, save_id, self._place.rank, residence)
             if late is not None:
                 late.check()
             self._publish(handle, planned, storage, written, save_id)
         except BaseException as error:  # noqa: BLE001 - the top frame of a thread: the handle raises it
             handle._residence = None  # noqa: SLF001 - one room
-            planned.give_back(residence)
+            if residence is not None:
+                planned.give_back(residence)
+            self._tell_others(handle, save_id, error)
             self._report(handle, error)
             return
         handle._residence = None  # noqa: SLF001 - one room
-        planned.give_back(residence)
+        if residence is not None:
+            planned.give_back(residence)
         self._complete(handle, save_id)
 
     def _write_through(self, handle: SaveHandle, planned: _Planned, view: View, save_id: str) -> None:
@@ -679,25 +817,100 @@ class Checkpointer:
             earlier._future.exception()  # noqa: SLF001 - one room
         storage = self._claim(handle, save_id)
         written = planned.write_through(storage, save_id, view)
-        assert written is not None
         self._publish(handle, planned, storage, written, save_id)
         self._complete(handle, save_id)
 
     def _claim(self, handle: SaveHandle, save_id: str) -> Storage:
         storage = open_storage(handle.path, self._storage_options)
         storage.prepare()
-        claim(storage, save_id)
+        if self._place.is_coordinator:
+            claim(storage, save_id)
         return storage
 
     def _publish(
         self, handle: SaveHandle, planned: _Planned, storage: Storage, written: Written, save_id: str
     ) -> None:
         ref = write_manifest(storage, planned.manifest(save_id, written))
-        data = planned.metadata(written.names, handle.path, save_id)
-        publish(storage, data, save_id=save_id, manifests=[ref], details=self._details())
+        if not self._place.is_coordinator:
+            self._await_commit(storage, save_id)
+            self._learn(planned, storage, save_id)
+            return
+        manifests = self._await_manifests(storage, save_id) if self._place.world > 1 else []
+        data = planned.metadata(manifests, written.names, handle.path, save_id)
+        refs = [manifest.ref for manifest in manifests] or [ref]
+        publish(storage, data, save_id=save_id, manifests=refs, details=self._details())
+
+    def _await_manifests(self, storage: Storage, save_id: str) -> list[PartialManifest]:
+        """Return the manifests of all ranks, once they are there.
+
+        Raises:
+            MissingRanks: Some have not come within the deadline.
+            CommitError: A rank gave the save up.
+        """
+        found: dict[int, PartialManifest] = {}
+        for _ in self._polls(storage, save_id, lambda: sorted(set(range(self._place.world)) - found.keys())):
+            for rank in range(self._place.world):
+                manifest = None if rank in found else read_partial(storage, save_id, rank)
+                if manifest is not None:
+                    found[rank] = manifest
+            if len(found) == self._place.world:
+                break
+        return [found[rank] for rank in range(self._place.world)]
+
+    def _await_commit(self, storage: Storage, save_id: str) -> None:
+        """Wait until the coordinator has published the save; raises as `_await_manifests`."""
+        for _ in self._polls(storage, save_id, lambda: [0]):
+            if committed_by(storage) == save_id:
+                break
+
+    def _polls(self, storage: Storage, save_id: str, missing: Callable[[], list[int]]) -> Iterator[None]:
+        """Yield less and less often, until the deadline or until another rank says that it has failed.
+
+        Raises:
+            CommitError: Another rank has failed.
+            MissingRanks: The deadline has passed.
+        """
+        started = time.monotonic()
+        pause, pause_s = threading.Event(), _FIRST_POLL_S
+        while True:
+            yield
+            waited_s = time.monotonic() - started
+            for rank, message in failures(storage, save_id).items():
+                raise CommitError(f"rank {rank} gave the save up: {message}", rank=rank)
+            if waited_s > self._timeout_s:
+                ranks = missing()
+                raise MissingRanks(
+                    f"waited {waited_s:.0f} s (--distributed-timeout-minutes) for rank"
+                    f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} in save {save_id} of "
+                    f"{storage.url}",
+                    ranks=tuple(ranks),
+                    waited_s=waited_s,
+                )
+            pause.wait(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+    def _learn(self, planned: _Planned, storage: Storage, save_id: str) -> None:
+        """See what the coordinator has saved that this rank has too, and leave it to it from now on."""
+        manifest = read_partial(storage, save_id, 0)
+        if manifest is None or manifest.head["plan"] == self._seen_plan:
+            return
+        table = json.loads(manifest.items)
+        offsets = (None if offset is None else tuple(offset) for offset in table["chunks"])
+        coordinator = _Coordinator(manifest.head["plan"], frozenset(zip(table["fqns"], offsets, strict=True)))
+        self._seen_plan = coordinator.plan
+        if planned.shares(coordinator):
+            self._coordinator = coordinator
+
+    def _tell_others(self, handle: SaveHandle, save_id: str, error: BaseException) -> None:
+        """Leave word that this rank gave up the save: the others need not wait for it."""
+        if self._place.world > 1:
+            with contextlib.suppress(CheckpointError):
+                storage = open_storage(handle.path, self._storage_options)
+                storage.prepare()
+                report_failure(storage, save_id, self._place.rank, f"{type(error).__name__}: {error}")
 
     def _details(self) -> dict[str, Any]:
-        return {"world": 1, "format": self._config.ckpt_format, "time": time.time()}
+        return {"world": self._place.world, "format": self._config.ckpt_format, "time": time.time()}
 
     def _complete(self, handle: SaveHandle, save_id: str) -> None:
         observe.emit("committed", save_id=save_id, path=handle.path)
@@ -714,6 +927,28 @@ class Checkpointer:
             told.__cause__ = error
             error = told
         handle._future.set_exception(error)  # noqa: SLF001 - one room
+
+
+def _find_place(group: ProcessGroup | None) -> Place:
+    """Return this process's place among the ranks of `group`, and an id that they agree upon.
+
+    Raises:
+        ConfigError: It is not among them.
+    """
+    run_id = uuid.uuid4().hex
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return Place(0, 1, run_id)
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("this rank is not in the process group of the Checkpointer")
+    return Place(rank, world, _broadcast(run_id, group) if world > 1 else run_id)
+
+
+def _broadcast(value: Any, group: ProcessGroup | None) -> Any:
+    """Return rank 0's value; on the caller's thread, where all ranks of `group` come by."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def _addresses_of(optimizer: Optimizer) -> Iterator[int]:

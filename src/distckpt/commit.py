@@ -39,6 +39,7 @@ _OWNER = FOLDER + "owner"
 _VERSION = 2
 _SETTLE_ATTEMPTS = 3
 _CHECKSUM_BYTES = 4
+_ITEMS = b',"items":'
 _IMAGE = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
 _METADATA = re.compile(r"(?:__(\d+))?\.metadata(\.[0-9a-f]+\.tmp)?")
 _FAILURE = re.compile(r"failed-rank-(\d+)\.json")
@@ -54,6 +55,8 @@ class ItemTable:
         item_files: Index of the file, from 0.
         offsets: Bytes from the start of the file.
         sizes: Bytes, framing included.
+        entries: What a coordinator that has no plan of this rank needs to know: shape of the tensor, shape of
+            the chunk, dtype, whether it requires grad, path in the state; None if there is such a plan.
     """
 
     fqns: list[str]
@@ -61,6 +64,7 @@ class ItemTable:
     item_files: list[int]
     offsets: list[int]
     sizes: list[int]
+    entries: list[Any] | None = None
 
     @functools.cached_property
     def json(self) -> bytes:
@@ -71,6 +75,7 @@ class ItemTable:
             "item_files": self.item_files,
             "offsets": self.offsets,
             "sizes": self.sizes,
+            **({} if self.entries is None else {"entries": self.entries}),
         })  # fmt: skip
 
 
@@ -87,6 +92,7 @@ class Manifest:
         checksums: For each file: CRC32C of each block of each item, items in ascending offset, blocks as
             `worker.block_spans` cuts them, packed as little-endian uint32. Without checksums: b"" for each.
         items: Where the items lie.
+        relies: Digest of the coordinator's plan, if items were left to it that this rank has as well.
     """
 
     save_id: str
@@ -96,6 +102,7 @@ class Manifest:
     files: dict[str, int]
     checksums: list[bytes]
     items: ItemTable
+    relies: str = ""
 
     def to_json(self) -> bytes:
         """Return the manifest as it stands on storage; `items` is not encoded a second time."""
@@ -106,10 +113,11 @@ class Manifest:
             "rank": self.rank,
             "format": self.format,
             "plan": self.plan,
+            "relies": self.relies,
             "files": self.files,
             "checksums": [base64.b64encode(packed).decode("ascii") for packed in self.checksums],
         })  # fmt: skip
-        return b"".join((head[:-1], b',"items":', self.items.json, b"}"))
+        return b"".join((head[:-1], _ITEMS, self.items.json, b"}"))
 
 
 def _to_json(value: dict[str, Any]) -> bytes:
@@ -156,7 +164,22 @@ def write_manifest(storage: Storage, manifest: Manifest) -> ManifestRef:
     return ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest.files)
 
 
-def read_ref(storage: Storage, save_id: str, rank: int) -> tuple[ManifestRef, dict[str, Any]] | None:
+@dataclass(frozen=True)
+class PartialManifest:
+    """A rank's manifest as another rank reads it; the items, which may be many, are not parsed.
+
+    Attributes:
+        ref: What `publish` needs.
+        head: Everything but the items.
+        items: The table of the items, as JSON.
+    """
+
+    ref: ManifestRef
+    head: dict[str, Any]
+    items: bytes
+
+
+def read_partial(storage: Storage, save_id: str, rank: int) -> PartialManifest | None:
     """Return what `rank` wrote in the save `save_id`, as its manifest on storage says.
 
     Args:
@@ -165,7 +188,7 @@ def read_ref(storage: Storage, save_id: str, rank: int) -> tuple[ManifestRef, di
         rank: The rank.
 
     Returns:
-        What `publish` needs, and the parsed manifest; None if it is not there, or not visible yet.
+        The manifest; None if it is not there, or not visible yet.
 
     Raises:
         CheckpointError: It is of another version.
@@ -176,10 +199,12 @@ def read_ref(storage: Storage, save_id: str, rank: int) -> tuple[ManifestRef, di
     data = storage.read(name)
     if data is None:
         return None
-    manifest = _parse(storage, name, data)
-    if not isinstance(manifest.get("files"), dict):
-        raise IntegrityError(f"{storage.url}/{name} names no files", file=name)
-    return ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest["files"]), manifest
+    head, mark, items = bytes(data).partition(_ITEMS)
+    manifest = _parse(storage, name, bytearray(head + b"}" if mark else head))
+    if not mark or not isinstance(manifest.get("files"), dict):
+        raise IntegrityError(f"{storage.url}/{name} names no files or no items", file=name)
+    ref = ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest["files"])
+    return PartialManifest(ref, manifest, items[:-1])
 
 
 def report_failure(storage: Storage, save_id: str, rank: int, message: str) -> None:

@@ -105,6 +105,10 @@ class Signature:
         """Where each tensor lies."""
         return [address for stretch in self._stretches for address in stretch.addresses]
 
+    def has_structure_of(self, view: View) -> bool:
+        """Say whether `view` has walked a state with the same containers and keys."""
+        return bool(self._structure == view.structure)
+
     def matches(self, view: View) -> bool:
         """Say whether `view` has walked a state with this signature."""
         tensors = view.locals

@@ -196,7 +196,7 @@ def on_event(name: str, callback: Callable[[Event], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopping(writer: StorageWriter, lane: int) -> Iterator[threading.Event]:
-    """Stop the worker of `lane` when it is about to be given its first task, so that its write is in flight.
+    """Stop the worker of `lane` as soon as parts are handed out, so that its save stays in flight.
 
     Yields an event that is set once that has happened. The worker goes on when the context ends, if it still
     lives.
@@ -204,16 +204,38 @@ def stopping(writer: StorageWriter, lane: int) -> Iterator[threading.Event]:
     stopped = threading.Event()
     pids: list[int] = []
 
-    def stop(event: Event) -> None:
-        if event.fields["lane"] == lane and not stopped.is_set():
+    def stop(_: Event) -> None:
+        if not stopped.is_set():
             pids.append(pids_of(writer)[lane])
             os.kill(pids[0], signal.SIGSTOP)
             stopped.set()
 
-    with on_event("range.submitted", stop):
+    with on_event("parts.pushed", stop):
         try:
             yield stopped
         finally:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def without_the_others(writer: StorageWriter, lane: int) -> Iterator[None]:
+    """Stop all workers but that of `lane` for a second: every part that it can take by then is its own."""
+    others = [pid for number, pid in enumerate(pids_of(writer)) if number != lane]
+
+    def resume() -> None:
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    for pid in others:
+        os.kill(pid, signal.SIGSTOP)
+    timer = threading.Timer(1.0, resume)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        resume()

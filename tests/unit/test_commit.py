@@ -52,13 +52,14 @@ def pack(checksums: Iterable[int]) -> bytes:
 
 def write_rank(storage: Storage, save_id: str, rank: int, data: bytes) -> ManifestRef:
     """Write what one rank does: an image of one item, and its manifest."""
-    name = f"__{rank}_0.distcp"
-    image = storage.create_image([name, f"{name}.{save_id}"])
+    name = storage.create_image([f"__{rank}_0.distcp", f"__{rank}_0.distcp.{save_id}"])
+    image = storage.open_image(name)
     image.write(0, [memoryview(data)])
-    image.finish(len(data))
+    image.finish()
+    storage.check_image(name, len(data))
     packed = pack(checksum(data[at : at + size]) for at, size in block_spans(0, len(data)))
     items = ItemTable([f"weight{rank}"], [[0]], [0], [0], [len(data)])
-    manifest = Manifest(save_id, rank, "torch_dist", "digest", {image.name: len(data)}, [packed], items)
+    manifest = Manifest(save_id, rank, "torch_dist", "digest", {name: len(data)}, [packed], items)
     return write_manifest(storage, manifest)
 
 
@@ -175,9 +176,17 @@ class FaultyStorage:
         self.step("prepare")
         self.inner.prepare()
 
-    def create_image(self, names: Sequence[str]) -> ImageFile:
+    def create_image(self, names: Sequence[str]) -> str:
         self.step("create_image")
         return self.inner.create_image(names)
+
+    def open_image(self, name: str) -> ImageFile:
+        self.step(f"open_image {name}")
+        return self.inner.open_image(name)
+
+    def check_image(self, name: str, nbytes: int) -> None:
+        self.step(f"check_image {name}")
+        self.inner.check_image(name, nbytes)
 
     def put(self, name: str, data: bytes) -> None:
         self.step(f"put {name}")
