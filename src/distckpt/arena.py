@@ -80,8 +80,15 @@ def available_memory() -> int:
 
     Source: the smaller of psutil's `available` and of what the memory control groups (version 1 or 2) of this
     process leave, whose reclaimable page cache counts as free (kernel, admin-guide/cgroup-v2, memory.stat).
+
+    Raises:
+        StagingError: The machine does not say, such as to a process that may open no more files.
     """
-    return min([psutil.virtual_memory().available, *_control_group_headroom()])
+    try:
+        available = psutil.virtual_memory().available
+    except OSError as error:
+        raise StagingError(f"cannot tell how much host memory is available: {error}") from error
+    return min([available, *_control_group_headroom()])
 
 
 def _control_group_headroom() -> list[int]:
@@ -238,7 +245,7 @@ def _available_or_zero() -> int:
     # Without a descriptor to read it by, for one; who must know the figure, and asks again, is told.
     try:
         return available_memory()
-    except OSError:
+    except StagingError:
         return 0
 
 
@@ -433,7 +440,13 @@ class Arena:
         )
 
     def reserve_some(
-        self, most: int, least: int, *, timeout_s: float, on_wait: Callable[[], object] = lambda: None
+        self,
+        most: int,
+        least: int,
+        *,
+        timeout_s: float,
+        spare_bytes: int = 0,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> Range:
         """Return the largest free page-aligned range of at least `least` bytes, waiting until there is one.
 
@@ -444,6 +457,7 @@ class Arena:
             most: Bytes, contiguous, beyond which a range is cut (at the next page).
             least: Bytes, 1 to `most`.
             timeout_s: As for `reserve`.
+            spare_bytes: As for `reserve`.
             on_wait: As for `reserve`.
 
         Raises:
@@ -451,7 +465,7 @@ class Arena:
         """
         assert 1 <= least <= most
         most, least = align(most, PAGE_BYTES), align(least, PAGE_BYTES)
-        return self._wait(lambda: self._try_some(most, least), least, timeout_s, on_wait)
+        return self._wait(lambda: self._try_some(most, least, spare_bytes), least, timeout_s, on_wait)
 
     def release(self, taken: Range) -> None:
         """Give `taken` back; safe to call from a finalizer."""
@@ -488,10 +502,14 @@ class Arena:
                 f"(--ckpt-host-memory)"
             )
 
-    def _try_some(self, most: int, least: int) -> Range | None:
+    def _try_some(self, most: int, least: int, spare_bytes: int) -> Range | None:
         with self._lock:
             self._check_possible(least)
             self._take_back()
+            left = self._left() - spare_bytes
+            if spare_bytes and left < least:
+                return None
+            most = min(most, max(least, left // PAGE_BYTES * PAGE_BYTES))
             found = self._fit(most, least)
             if found is not None or self._is_coming(least):
                 return found

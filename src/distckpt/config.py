@@ -45,7 +45,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
 }
 _ONLINE_CORES = Path("/sys/devices/system/cpu/online")
 # Source: docs/adr/0001 (a worker started by exec, without torch).
-_WORKER_RSS_MIB = 13
+_WORKER_RSS_MIB = 18
 
 _warned_workers: set[int] = set()
 

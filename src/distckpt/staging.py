@@ -19,6 +19,7 @@ import bisect
 import copy
 import ctypes
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -47,8 +48,8 @@ _LOG = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 _LOST_SLABS: list[Slab] = []
 """Slabs to which a copy that nobody waits for any more may write: mapped until the process ends."""
-_BLOCK_BYTES = 256 << 20
-"""Small items share reservations of about this size; a larger item has one of its own."""
+_PREPARED_BYTES = 128 << 20
+"""Less than this is not worth threads that build it."""
 _MEMMOVE_BYTES = 1 << 20
 """Above this, torch's copy, which uses several threads, is faster than memmove."""
 _SMALL_BYTES = 64 << 10
@@ -298,6 +299,14 @@ class Lease:
         self._ranges.append(taken)
         self._slabs.append(self._arena.slabs[taken.slab])
 
+    def trim(self, nbytes: int) -> None:
+        """Give back what the last range holds beyond `nbytes`."""
+        slab, offset, held = self._ranges[-1]
+        used = align(nbytes, PAGE_BYTES)
+        if used < held:
+            self._ranges[-1] = Range(slab, offset, used)
+            self._arena.release(Range(slab, offset + used, held - used))
+
     def quarantine(self) -> None:
         """Never give the memory back: a copy off the device may still write to it."""
         _LOST_SLABS.extend(self._slabs)
@@ -483,8 +492,8 @@ class Stager:
         """
         slots: list[_Slot] = []
         build = self._prepare(state, (), slots)
-        blocks = _into_blocks([slot.size for slot in slots])
-        total = sum(align(nbytes, PAGE_BYTES) for _, _, nbytes in blocks)
+        sizes = [slot.size for slot in slots]
+        total = align(lay_out(sizes).nbytes, PAGE_BYTES)
         if total + self._spare_bytes > self._arena.budget_bytes:
             left = self._arena.budget_bytes - self._spare_bytes
             raise StagingError(
@@ -493,21 +502,26 @@ class Stager:
             )
         self._arena.check(total)
         lease = Lease(self._arena, use or StagedUse())
-        ranges: list[Range] = []
-        for _, _, nbytes in blocks:
-            ranges.append(self._reserve(nbytes, total))
-            lease.add(ranges[-1])
         self.use_devices({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
+        if total > _PREPARED_BYTES:
+            self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + total)
         transfer = Transfer(self.devices)
         sources = [slot.tensor.detach() if slot.tensor.is_cuda else None for slot in slots]
         try:
             # Not inference tensors, whoever calls: those could not be revoked.
             with torch.inference_mode(mode=False), torch.no_grad():
                 transfer.begin()
-                for (first, offsets, nbytes), taken in zip(blocks, ranges, strict=True):
+                first, left = 0, total
+                while first < len(slots):
+                    # As many items as there is room for in one stretch: each lies in one piece.
+                    taken = self._reserve(max(left, sizes[first]), sizes[first])
+                    lease.add(taken)
+                    offsets, nbytes = lay_out(itertools.islice(sizes, first, None), taken.nbytes)
                     block = range(first, first + len(offsets))
                     self._fill_block(slots, block, offsets, nbytes, taken, lease, transfer)
                     transfer.run(sources)
+                    lease.trim(nbytes)
+                    first, left = block.stop, left - nbytes
                 word = None if transfer.is_empty else self._take_word()
                 if word is not None:
                     transfer.add_words(ctypes.addressof(word), 1)
@@ -538,12 +552,12 @@ class Stager:
         with self._lease_lock:
             return list(self._leases)
 
-    def _reserve(self, nbytes: int, want_bytes: int) -> Range:
+    def _reserve(self, most: int, least: int) -> Range:
         # Again and again: the save that holds the memory may end, or fail, while this one waits.
-        return self._arena.reserve(
-            nbytes,
+        return self._arena.reserve_some(
+            max(1, most),
+            max(1, least),
             timeout_s=self._timeout_s,
-            want_bytes=want_bytes,
             spare_bytes=self._spare_bytes,
             on_wait=self.collect,
         )
@@ -823,17 +837,3 @@ def _copy_on_host(
         dense.copy_(source)
         return
     target.copy_(flat_bytes(source)[low:high] if verbatim else contiguous_span(source, low, high))
-
-
-def _into_blocks(sizes: list[int]) -> list[tuple[int, list[int], int]]:
-    """Divide items into reservations: (index of the first item, offsets within the block, bytes)."""
-    blocks = []
-    first, total = 0, 0
-    for index, size in enumerate(sizes):
-        if index > first and total + size > _BLOCK_BYTES:
-            blocks.append((first, *lay_out(sizes[first:index])))
-            first, total = index, 0
-        total += size
-    if first < len(sizes):
-        blocks.append((first, *lay_out(sizes[first:])))
-    return blocks

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from distckpt import StorageWriter, WriteError
+from distckpt.storage import open_storage
 from faults.checkpoints import (
     MIB,
     error_of,
@@ -248,6 +249,8 @@ def test_a_worker_that_cannot_start_up_is_a_clear_error(
 
 def test_too_few_descriptors_for_workers_is_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
+    # What is imported on first use needs descriptors too.
+    open_storage(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     errors = []
     error = None

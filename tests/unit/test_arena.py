@@ -700,7 +700,7 @@ def test_memory_that_cannot_be_measured_is_an_error_and_no_endless_wait(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise StagingError(os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(room, "available_memory", fail)
     arena.cpus = lambda: {0, 1}

@@ -361,7 +361,7 @@ def test_async_workers_warn_once_for_each_number(
     for part in (
         "3 x 4 local ranks = 12 processes",
         f"on {cores} cores",
-        "13 MiB",
+        "18 MiB",
         "156 MiB",
         "docs/adr/0001",
     ):

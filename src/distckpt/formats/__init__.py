@@ -6,12 +6,13 @@ items; where it lies in memory and how it reaches storage is the business of oth
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from distckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -62,14 +63,21 @@ class ImageLayout(NamedTuple):
     nbytes: int
 
 
-def lay_out(sizes: Sequence[int]) -> ImageLayout:
-    """Place items of `sizes` bytes one after the other, large ones on pages and small ones on 64 bytes."""
+def lay_out(sizes: Iterable[int], most_bytes: float = math.inf) -> ImageLayout:
+    """Place items one after the other, large ones on pages and small ones on 64 bytes.
+
+    Args:
+        sizes: Bytes of each.
+        most_bytes: Where to stop: the first item that would end beyond is not placed, nor those after it.
+    """
     offsets, position = [], 0
     for size in sizes:
         alignment = LARGE_ALIGNMENT if size >= LARGE_BYTES else SMALL_ALIGNMENT
-        position = -(-position // alignment) * alignment
-        offsets.append(position)
-        position += size
+        start = -(-position // alignment) * alignment
+        if start + size > most_bytes:
+            break
+        offsets.append(start)
+        position = start + size
     return ImageLayout(offsets, position)
 
 
