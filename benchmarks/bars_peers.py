@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -68,14 +69,17 @@ def measure_peers(report: Report, device: str, sizes: Sizes) -> None:
 
 
 def _measure(report: Report, device: str, sizes: Sizes, names: list[str]) -> None:
-    """Start a process for each, and when all are ready let one after the other go."""
+    """Start a process for each, and when all are ready let one after the other go.
+
+    Only the last `peer_processes` have one; the others are measured here meanwhile.
+    """
     nbytes = fitting(device, sizes.peer_bytes)
     places = {"tmpfs": memory_place(3 * nbytes), "disk": default_disk()}
     report.add("storage", {name: storage_type(place) for name, place in places.items()})
     with ExitStack() as stack:
         folders = {name: stack.enter_context(scratch(place)) for name, place in places.items()}
         running: dict[str, subprocess.Popen[bytes]] = {}
-        for index, name in enumerate(names):
+        for index, name in list(enumerate(names))[-sizes.peer_processes :]:
             command = [
                 sys.executable, str(Path(__file__).with_name("gpu_check.py")), "--candidate", name,
                 "--device", device, "--sizes", json.dumps({**vars(sizes), "peer_bytes": nbytes}),
@@ -87,7 +91,12 @@ def _measure(report: Report, device: str, sizes: Sizes, names: list[str]) -> Non
         for index, name in enumerate(names):
             out = folders["tmpfs"] / f"{index}.json"
             with report.trying(name):
-                found = _run_one(running[name], out, _limit_s(nbytes))
+                if name in running:
+                    found = _run_one(running[name], out, _limit_s(nbytes))
+                else:
+                    here, places_here = Report(out), [folder / str(index) for folder in folders.values()]
+                    _measure_candidate(here, name, device, replace(sizes, peer_bytes=nbytes), places_here)
+                    found = {**here.figures, "status": 0}
                 report.add(f"candidate {name}", found)
             for folder in folders.values():
                 remove(folder / str(index))
@@ -136,12 +145,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_candidate(report: Report, name: str, device: str, sizes: Sizes, folders: list[Path]) -> None:
-    """Measure one candidate in this process, once a line arrives on standard input.
-
-    Later saves are repeated until `peer_budget_s` is used up, five times at most. Host memory is sampled in
-    the first save to disk, against the level before the candidate was made. Of a prewarmed one only the first
-    save to memory and one more are of interest.
-    """
+    """Measure one candidate in this process, once a line arrives on standard input."""
     if device == "cuda":
         torch.cuda.synchronize()
     report.add("is_ready", True)
@@ -149,6 +153,16 @@ def run_candidate(report: Report, name: str, device: str, sizes: Sizes, folders:
         return
     # Should it hang, this says where before the parent ends it.
     faulthandler.dump_traceback_later(_limit_s(sizes.peer_bytes) - _DUMP_S)
+    _measure_candidate(report, name, device, sizes, folders)
+
+
+def _measure_candidate(report: Report, name: str, device: str, sizes: Sizes, folders: list[Path]) -> None:
+    """Measure one candidate.
+
+    Later saves are repeated until `peer_budget_s` is used up, five times at most. Host memory is sampled in
+    the first save to disk, against the level before the candidate was made. Of a prewarmed one only the first
+    save to memory and one more are of interest.
+    """
     state = make_state(device, sizes.peer_tensors, sizes.peer_bytes)
     nbytes = size_of(state)
     settle(device)

@@ -60,7 +60,7 @@ def measure_disk(report: Report, device: str, sizes: Sizes) -> None:
     with scratch(default_disk()) as folder, ExitStack() as stack:
         report.add("storage", storage_type(folder))
         opened: dict[int, Checkpointer] = {}
-        for workers in _DISK_WORKERS:
+        for workers in (number for number in _DISK_WORKERS if number <= sizes.workers):
             checkpointer = open_checkpointer(folder / str(workers), workers, host_memory(nbytes))
             opened[workers] = stack.enter_context(checkpointer)
             checkpointer.prewarm(state).result(timeout=60)
@@ -76,7 +76,7 @@ def measure_disk(report: Report, device: str, sizes: Sizes) -> None:
             report.add("ceiling_way", str(best))
             report.add("ceiling_s", seconds[best])
             report.add("ceilings_s", {str(way): found for way, found in seconds.items()})
-        timing = timed_save(opened[_DISK_WORKERS[-1]], next(steps), state)
+        timing = timed_save(opened[max(opened)], next(steps), state)
         report.add("equal", holds(timing.path, some_of(state)))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean, median, quantiles
@@ -37,7 +40,8 @@ from bars import (
     state_of,
 )
 from ceilings import CopyCeiling
-from machine import GIB, scratch
+from cores import Cores
+from machine import GIB, default_disk, scratch, storage_type
 from peers import StockAsync, remove
 from torch.optim import SGD, Optimizer
 
@@ -45,6 +49,13 @@ from distckpt import Checkpointer
 
 _SLOWDOWN = 0.005
 _P99_RATIO = 1.1
+_LIMIT_S = 60.0
+_LOOK_EVERY = 200
+"""How often to look whether a save failed: raising what says that it has not takes a while."""
+_BLOCK_STEPS = 200
+_WARM = 0.01
+_WARM_SAVES = 3
+"""Saves until one replays a captured graph."""
 _HIDDEN = 1.25
 """How many times longer than the copy it takes to the next optimizer step, where the copy shall be hidden."""
 
@@ -65,6 +76,16 @@ class _Phase:
     @property
     def number(self) -> int:
         return len(self.steps) + len(self.optimizer_steps)
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.number
+
+    def extend(self, other: _Phase) -> None:
+        self.steps += other.steps
+        self.optimizer_steps += other.optimizer_steps
+        self.pauses += other.pauses
+        self.saves += other.saves
 
     def as_record(self) -> dict[str, Any]:
         """Return the distribution instead of thousands of samples."""
@@ -112,33 +133,44 @@ class _Loop:
 
     def run(
         self,
-        steps: int,
         phase: _Phase,
         *,
+        steps: int = 0,
+        seconds: float = 0.0,
         accumulate: int = 0,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
-        before_step: Callable[[_Phase], object] = lambda phase: None,
-        stop_at: float = math.inf,
+        before_step: Callable[[_Phase, bool], object] = lambda phase, more: None,
+        is_over: Callable[[], bool] = lambda: True,
     ) -> None:
         """Take steps, each timed from before the save's call until the stream has done its work.
 
         Args:
-            steps: How many.
             phase: Where their seconds go.
+            steps: At least how many.
+            seconds: At least how long.
             accumulate: Steps for each optimizer step; 0: there are none.
             guard: Gives what the optimizer step stands in.
-            before_step: Called within each step, first; with optimizer steps, only right after one of them,
-                as trainers save.
-            stop_at: End earlier at this reading of `time.perf_counter`.
+            before_step: Called within each step, first, and told whether there is still time; with optimizer
+                steps, only right after one of them, as trainers save.
+            is_over: Asked when there have been enough steps for long enough: may it end?
+
+        Raises:
+            TimeoutError: It never did.
         """
-        for index in range(steps):
+        begun = time.perf_counter()
+        index = 0
+        while True:
             started = time.perf_counter()
-            if started > stop_at:
+            has_time = index < steps or started < begun + seconds
+            if not has_time and is_over():
                 break
+            if started > begun + seconds + _LIMIT_S:
+                raise TimeoutError("a save did not end")
             if not accumulate or index % accumulate == 0:
-                before_step(phase)
+                before_step(phase, has_time)
             self.compute()
-            updates = bool(accumulate) and (index + 1) % accumulate == 0
+            index += 1
+            updates = bool(accumulate) and index % accumulate == 0
             if updates:
                 with guard():
                     self.optimizer.step()
@@ -146,71 +178,141 @@ class _Loop:
             (phase.optimizer_steps if updates else phase.steps).append(time.perf_counter() - started)
 
 
-class _Saving:
-    """Saves again as soon as the last save has committed; a process of its own removes the checkpoints."""
+class _Saving(ABC):
+    """Saves again as soon as the last save has committed; a process of its own removes the checkpoints.
 
-    def __init__(self, checkpointer: Checkpointer, parameters: list[torch.nn.Parameter]) -> None:
-        self._checkpointer, self._state = checkpointer, state_of(parameters)
+    Args:
+        cores: Where the threads go that a save starts.
+    """
+
+    def __init__(self, cores: Cores) -> None:
+        self._cores = cores
         self._steps = count(1)
-        self._handle: Any = None
-        code = "import os, shutil, sys\nos.nice(19)\nfor line in sys.stdin: shutil.rmtree(line.strip(), True)"
-        self._remover = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
+        self._is_saving = False
+        self._to_remove = 0
+        code = (
+            "import os, shutil, sys\n"
+            "os.nice(19)\n"
+            "for line in sys.stdin:\n"
+            "    shutil.rmtree(line.strip(), True)\n"
+            "    print(flush=True)\n"
+        )
+        self._remover = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-    def before_step(self, phase: _Phase) -> None:
-        if self._handle is not None:
-            if not self._handle.committed:
+    @abstractmethod
+    def _start(self, step: int) -> None:
+        """Begin a save."""
+
+    @abstractmethod
+    def _is_done(self) -> bool:
+        """Say whether it has committed."""
+
+    @abstractmethod
+    def _result(self) -> Path:
+        """Wait for it; returns where it is."""
+
+    def before_step(self, phase: _Phase, has_time: bool) -> None:
+        """Begin a save if none is under way and there is time for one."""
+        if self._is_saving:
+            if not self._is_done():
                 return
-            self._remove(self._handle.result(timeout=60))
-        phase.saves += 1
-        started = time.perf_counter()
-        self._handle = self._checkpointer.save(next(self._steps), self._state)
-        phase.pauses.append(time.perf_counter() - started)
+            self._reap()
+        if has_time:
+            phase.saves += 1
+            started = time.perf_counter()
+            with self._cores.starting():
+                self._start(next(self._steps))
+            phase.pauses.append(time.perf_counter() - started)
+            self._is_saving = True
+
+    def is_over(self) -> bool:
+        """Say whether no save is under way."""
+        return not self._is_saving or self._is_done()
 
     def wait(self) -> None:
-        if self._handle is not None:
-            self._remove(self._handle.result(timeout=60))
-            self._handle = None
+        """Wait for the save and until all checkpoints are removed."""
+        if self._is_saving:
+            self._reap()
+        assert self._remover.stdout is not None
+        for _ in range(self._to_remove):
+            self._remover.stdout.readline()
+        self._to_remove = 0
 
-    def _remove(self, path: Path) -> None:
+    def _reap(self) -> None:
+        self._is_saving = False
         assert self._remover.stdin is not None
-        self._remover.stdin.write(f"{path}\n")
+        self._remover.stdin.write(f"{self._result()}\n")
         self._remover.stdin.flush()
+        self._to_remove += 1
 
     def close(self) -> None:
         self._remover.communicate()
 
 
-class _StockSaving:
-    """The same with `dcp.async_save`."""
+class _OurSaving(_Saving):
+    """With `Checkpointer.save`."""
 
-    def __init__(self, stock: StockAsync, parameters: list[torch.nn.Parameter], folder: Path) -> None:
+    def __init__(
+        self, cores: Cores, checkpointer: Checkpointer, parameters: list[torch.nn.Parameter]
+    ) -> None:
+        super().__init__(cores)
+        self._checkpointer, self._state = checkpointer, state_of(parameters)
+        self._asked = 0
+        self._handle: Any = None
+
+    def _start(self, step: int) -> None:
+        self._handle = self._checkpointer.save(step, self._state)
+
+    def _is_done(self) -> bool:
+        self._asked += 1
+        if self._asked % _LOOK_EVERY == 0:
+            # One that failed is never committed.
+            with contextlib.suppress(TimeoutError):
+                self._handle.result(timeout=0)
+        return bool(self._handle.committed)
+
+    def _result(self) -> Path:
+        return Path(self._handle.result(timeout=_LIMIT_S))
+
+
+class _StockSaving(_Saving):
+    """With stock `dcp.async_save`."""
+
+    def __init__(
+        self, cores: Cores, stock: StockAsync, parameters: list[torch.nn.Parameter], folder: Path
+    ) -> None:
+        super().__init__(cores)
         self._stock, self._state, self._folder = stock, state_of(parameters), folder
+        self._path = folder
         self._upload: Any = None
 
-    def before_step(self, phase: _Phase) -> None:
-        if self._upload is not None:
-            if not self._upload.done():
-                return
-            self.wait()
-        phase.saves += 1
-        started = time.perf_counter()
-        self._upload = self._stock.start(self._state, self._folder / "stock")[1]
-        phase.pauses.append(time.perf_counter() - started)
+    def _start(self, step: int) -> None:
+        self._path = self._folder / f"stock-{step}"
+        self._upload = self._stock.start(self._state, self._path)[1]
 
-    def wait(self) -> None:
-        if self._upload is not None:
-            self._upload.result()
-            self._upload = None
-            remove(self._folder / "stock")
+    def _is_done(self) -> bool:
+        return bool(self._upload.done())
+
+    def _result(self) -> Path:
+        self._upload.result(_LIMIT_S)
+        return self._path
 
 
 def measure_training(report: Report, device: str, sizes: Sizes) -> None:
     """Time every step of a compute loop without saves and with saves back to back, in turn.
 
-    Three loops: `compute` (what the bar asks for), `accumulating` (a guarded optimizer step so seldom that
-    the copy is hidden before it) and `each` (a guarded optimizer step in each step: shorter than the copy,
-    which it has to wait for). Then the first with stock `dcp.async_save`, and the trainer's own CUDA graphs.
+    `compute` saves to the disk, which is what the bar asks for. To memory: `memory`, the same loop;
+    `accumulating`, a guarded optimizer step so seldom that the copy is hidden before it; `each`, a guarded
+    optimizer step in each step, shorter than the copy, which it has to wait for; `stock`, the first loop with
+    stock `dcp.async_save`. Then the trainer's own CUDA graphs.
+
+    The trainer is this thread, on a core of its own where there are four or more; all other threads and the
+    workers are kept off it.
     """
+    cores = Cores()
+    report.add("cores", cores.as_record())
     ceiling = CopyCeiling(device, sizes.ceiling_bytes)
     report.add("ceiling_bytes", ceiling.nbytes)
     report.append("ceiling_s", *ceiling.seconds(5))
@@ -220,92 +322,127 @@ def measure_training(report: Report, device: str, sizes: Sizes) -> None:
     nbytes = size_of(state)
     del state
     report.add("nbytes", nbytes)
-    copy_s = nbytes / GIB / ceiling_rate(report.figures)
-    loop = _Loop(device, sizes, SGD(parameters, lr=1e-3, foreach=True))
-    with (
-        scratch(memory_place(2 * nbytes)) as folder,
-        open_checkpointer(folder / "ours", sizes.workers, host_memory(nbytes)) as checkpointer,
-    ):
-        saving = _Saving(checkpointer, parameters)
-        try:
-            _measure_loops(report, sizes, loop, saving, checkpointer, copy_s)
-        finally:
-            saving.close()
+    trainer = _Trainer(
+        report, sizes, cores, parameters, _Loop(device, sizes, SGD(parameters, lr=1e-3, foreach=True))
+    )
+    trainer.warm_up()
+    with report.trying("compute"), scratch(default_disk()) as folder:
+        report.add("compute_storage", storage_type(folder))
+        with trainer.opened(folder) as (checkpointer, saving):
+            trainer.measure("compute", sizes.training_phases, saving, checkpointer)
+    with scratch(memory_place(3 * nbytes)) as folder, trainer.opened(folder) as (checkpointer, saving):
+        report.add("accumulate", trainer.often)
+        for name, phases, accumulate in (
+            ("memory", sizes.training_memory_phases, 0),
+            ("accumulating", 1, trainer.often),
+            ("each", 1, 1),
+        ):
+            with report.trying(name):
+                trainer.measure(name, phases, saving, checkpointer, accumulate)
         with report.trying("stock"):
-            _measure_stock(report, device, sizes, loop, parameters, folder)
+            trainer.measure_stock(device, folder)
         # Last, for a capture that fails leaves the process of no use.
         if device == "cuda":
             with report.trying("trainer's graphs"):
-                _check_graphs(report, checkpointer, loop, parameters)
+                _check_graphs(report, checkpointer, trainer.loop, parameters)
 
 
-def _measure_loops(
-    report: Report, sizes: Sizes, loop: _Loop, saving: _Saving, checkpointer: Checkpointer, copy_s: float
-) -> None:
-    def guard() -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = checkpointer.guard(loop.optimizer)
-        return context
+class _Trainer:
+    """The loop, on its core, and what is found in its phases."""
 
-    steps = sizes.training_steps
-    # Warm up: the optimizer becomes known, the plan is made, the graph captured.
-    loop.run(20, _Phase(), accumulate=20, guard=guard)
-    for _ in range(4):
-        loop.run(20, _Phase(), before_step=saving.before_step)
-        saving.wait()
-        loop.run(20, _Phase(), accumulate=20, guard=guard)
-    warm = _Phase()
-    loop.run(max(20, steps // 10), warm)
-    step_s = median(warm.steps)
-    often = max(2, math.ceil(_HIDDEN * copy_s / step_s))
-    report.add("accumulate", often)
-    plans = {
-        "compute": (sizes.training_phases, steps, 0),
-        "accumulating": (1, max(steps, 4 * often), often),
-        "each": (1, max(steps // 3, 10), 1),
-    }
-    for name, (phases, number, accumulate) in plans.items():
-        with report.trying(name):
-            plain, saved = _Phase(), _Phase()
-            means = []
+    def __init__(
+        self, report: Report, sizes: Sizes, cores: Cores, parameters: list[torch.nn.Parameter], loop: _Loop
+    ) -> None:
+        self._report, self._sizes, self._cores, self._parameters = report, sizes, cores, parameters
+        self._nbytes = report.figures["nbytes"]
+        self.loop = loop
+        self.often = 2
+        """Steps for each optimizer step so that the copy is hidden before it."""
+
+    def warm_up(self) -> None:
+        """Take steps until two blocks of them take the same time: clocks rise, caches fill."""
+        self.loop.run(_Phase(), steps=20, accumulate=10)
+        blocks: list[float] = []
+        deadline = time.perf_counter() + self._sizes.training_warm_ms / 1000
+        with self._cores.apart():
+            while time.perf_counter() < deadline:
+                phase = _Phase()
+                self.loop.run(phase, steps=_BLOCK_STEPS)
+                blocks.append(phase.mean)
+                if len(blocks) > 1 and abs(blocks[-1] / blocks[-2] - 1) < _WARM:
+                    break
+        self._report.add("warm_up_means_s", blocks)
+        copy_s = self._nbytes / GIB / ceiling_rate(self._report.figures)
+        self.often = max(2, math.ceil(_HIDDEN * copy_s / blocks[-1]))
+
+    @contextmanager
+    def opened(self, folder: Path) -> Iterator[tuple[Checkpointer, _Saving]]:
+        """Give a Checkpointer that has planned and captured, and whose threads run."""
+        settings = self._cores.settings if self._sizes.workers > 1 else {}
+        with open_checkpointer(
+            folder / "ours", self._sizes.workers, host_memory(self._nbytes), **settings
+        ) as checkpointer:
+            guard = partial(checkpointer.guard, self.loop.optimizer)
+            # The optimizer becomes known.
+            self.loop.run(_Phase(), steps=2, accumulate=2, guard=guard)
+            checkpointer.prewarm(state_of(self._parameters)).result(timeout=_LIMIT_S)
+            saving = _OurSaving(self._cores, checkpointer, self._parameters)
+            try:
+                for _ in range(_WARM_SAVES):
+                    self.loop.run(_Phase(), steps=1, before_step=saving.before_step, is_over=saving.is_over)
+                    saving.wait()
+                    self.loop.run(_Phase(), steps=2, accumulate=2, guard=guard)
+                yield checkpointer, saving
+            finally:
+                saving.close()
+
+    def measure(
+        self, name: str, phases: int, saving: _Saving, checkpointer: Checkpointer | None, accumulate: int = 0
+    ) -> None:
+        """Run phases without and with saves in turn, each after some steps that do not count."""
+        sizes = self._sizes
+        guard: Callable[[], AbstractContextManager[object]] = nullcontext
+        if checkpointer is not None:
+            guard = partial(checkpointer.guard, self.loop.optimizer)
+        plain, saved = _Phase(), _Phase()
+        means = []
+        with self._cores.apart():
             for turn in range(2 * phases + 1):
                 gc.collect()
-                phase = saved if turn % 2 else plain
-                before = phase.seconds, phase.number
-                before_step = saving.before_step if turn % 2 else lambda phase: None
-                loop.run(number, phase, accumulate=accumulate, guard=guard, before_step=before_step)
-                means.append((phase.seconds - before[0]) / (phase.number - before[1]))
-                saving.wait()
-                # The next phase shall not begin while checkpoints are being removed.
-                time.sleep(0.3)
-            report.add(f"{name}_plain", plain.as_record())
-            report.add(f"{name}_saving", saved.as_record())
-            report.add(f"{name}_phase_means_s", means)
+                self.loop.run(
+                    _Phase(), seconds=sizes.training_lead_in_ms / 1000, accumulate=accumulate, guard=guard
+                )
+                phase = _Phase()
+                run = partial(self.loop.run, phase, steps=3 * accumulate, accumulate=accumulate, guard=guard)
+                if turn % 2:
+                    # Until the last save that it began has committed: all its steps are beside one.
+                    run(
+                        seconds=sizes.training_saving_ms / 1000,
+                        before_step=saving.before_step,
+                        is_over=saving.is_over,
+                    )
+                    saving.wait()
+                    saved.extend(phase)
+                else:
+                    run(seconds=sizes.training_plain_ms / 1000)
+                    plain.extend(phase)
+                means.append(phase.mean)
+        self._report.add(f"{name}_plain", plain.as_record())
+        self._report.add(f"{name}_saving", saved.as_record())
+        self._report.add(f"{name}_phase_means_s", means)
 
-
-def _measure_stock(
-    report: Report,
-    device: str,
-    sizes: Sizes,
-    loop: _Loop,
-    parameters: list[torch.nn.Parameter],
-    folder: Path,
-) -> None:
-    """Run the compute loop while stock `dcp.async_save`, with its pinned stager, saves again and again."""
-    stock = StockAsync(device, pinned=True)
-    saving = _StockSaving(stock, parameters, folder)
-    try:
-        # The first save pins its memory.
-        saving.before_step(_Phase())
-        saving.wait()
-        plain, saved = _Phase(), _Phase()
-        loop.run(sizes.training_steps, plain)
-        stop_at = time.perf_counter() + sizes.training_stock_s
-        loop.run(1_000_000, saved, before_step=saving.before_step, stop_at=stop_at)
-        saving.wait()
-    finally:
-        stock.close()
-    report.add("stock_plain", plain.as_record())
-    report.add("stock_saving", saved.as_record())
+    def measure_stock(self, device: str, folder: Path) -> None:
+        """Run the compute loop beside stock `dcp.async_save`, with its pinned stager, again and again."""
+        stock = StockAsync(device, pinned=True)
+        saving = _StockSaving(self._cores, stock, self._parameters, folder)
+        try:
+            # The first save pins its memory.
+            saving.before_step(_Phase(), True)
+            saving.wait()
+            self.measure("stock", 1, saving, None)
+        finally:
+            saving.close()
+            stock.close()
 
 
 def _check_graphs(
@@ -362,28 +499,39 @@ def lines_of_training(found: Found) -> list[Line]:
         return lines
     size = f"{found['nbytes'] / GIB:.1f} GiB"
     names = {
-        "compute": "compute loop",
+        "compute": f"compute loop, to {found.get('compute_storage')}",
+        "memory": "compute loop, to memory",
         "accumulating": f"guarded optimizer step every {found.get('accumulate')} steps",
         "each": "guarded optimizer step in each step",
         "stock": "compute loop, stock async_save (pinned)",
     }
+    apart = _apart(found.get("cores", {}))
     for name, what in names.items():
         if not has(found, f"{name}_plain", f"{name}_saving"):
             continue
         plain, saved = found[f"{name}_plain"], found[f"{name}_saving"]
-        step_s = plain["seconds"] / plain["number"]
-        slowdown = saved["seconds"] / saved["number"] / step_s - 1
+        means = found[f"{name}_phase_means_s"]
+        step_s = median(means[::2])
+        # Each phase with saves beside the two around it: what drifts slowly cancels out.
+        slowdowns = [
+            2 * mine / (before + after) - 1
+            for before, mine, after in zip(means[::2], means[1::2], means[2::2], strict=False)
+        ]
+        slowdown = median(slowdowns)
         has_bar = name == "compute"
+        spread = (max(means[::2]) - min(means[::2])) / step_s / 2
+        number = len(means[::2])
+        reference = (
+            f"without saves {milliseconds(step_s)}, {number} such phases within +-{100 * spread:.2f} %"
+        )
         if has_bar:
-            means = found["compute_phase_means_s"]
-            # Phases without saves differ from each other as well: what cannot be told from noise.
-            noise = (max(means[::2]) - min(means[::2])) / step_s
-            reference = f"without saves {milliseconds(step_s)}; between such phases +-{100 * noise / 2:.2f} %"
+            each = ", ".join(f"{100 * one:+.2f}" for one in slowdowns)
+            reference += f"; each phase {each} %; {apart}"
         else:
             lost_s = slowdown * step_s * saved["number"] / max(1, saved["saves"])
             copy_s = found["nbytes"] / GIB / ceiling_rate(found)
-            reference = (
-                f"{milliseconds(lost_s)} lost for each save; the copy alone takes {milliseconds(copy_s)}"
+            reference += (
+                f"; {milliseconds(lost_s)} lost for each save; the copy alone takes {milliseconds(copy_s)}"
             )
         lines.append(
             Line(
@@ -398,6 +546,15 @@ def lines_of_training(found: Found) -> list[Line]:
         if "step_s" in plain and "step_s" in saved:
             lines.append(_tail_line(what, plain["step_s"], saved["step_s"], has_bar))
     return lines
+
+
+def _apart(cores: dict[str, Any]) -> str:
+    """Say whether the trainer had a core of its own."""
+    if cores.get("trainer") is None:
+        return "nothing pinned, too few cores"
+    if cores.get("workers") is None:
+        return f"cores kept apart: trainer on {cores['trainer']}, other threads off it"
+    return f"cores kept apart: trainer on {cores['trainer']}, workers on {cores['workers']}"
 
 
 def _tail_line(what: str, plain: dict[str, float], saved: dict[str, float], has_bar: bool) -> Line:

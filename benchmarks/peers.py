@@ -179,6 +179,16 @@ class StockSave(Candidate):
         return {"returned_s": seconds, "staged_s": seconds, "total_s": seconds}, path
 
 
+class _KeptStager(DefaultStager):
+    """One that lasts: torch 2.11 closes the stager that it was given when its first save has ended."""
+
+    def close(self) -> None:
+        pass
+
+    def really_close(self) -> None:
+        super().close()
+
+
 class StockAsync(Candidate):
     """`dcp.async_save`: as it comes, or with the pinned stager and 8 threads.
 
@@ -188,12 +198,12 @@ class StockAsync(Candidate):
     """
 
     def __init__(self, device: str, *, pinned: bool) -> None:
-        self._stager: DefaultStager | None = None
+        self._stager: _KeptStager | None = None
         if pinned:
             is_cuda = device == "cuda"
             # Pinned memory; not shared, which is of use only for PROCESS mode; staged in a thread; copied
             # without blocking. Not by name: the names have changed between versions of torch.
-            self._stager = DefaultStager(StagingOptions(is_cuda, False, True, is_cuda))
+            self._stager = _KeptStager(StagingOptions(is_cuda, False, True, is_cuda))
 
     def start(self, state: State, path: Path) -> tuple[Future[Any] | None, Future[Any]]:
         """Begin a save; returns the future of staging, None if it is done, and that of the checkpoint."""
@@ -218,7 +228,7 @@ class StockAsync(Candidate):
 
     def close(self) -> None:
         if self._stager is not None:
-            self._stager.close()
+            self._stager.really_close()
 
 
 class Ours(Candidate):
@@ -230,7 +240,7 @@ class Ours(Candidate):
     """
 
     def __init__(self, nbytes: int, workers: int) -> None:
-        self._settings = {"ckpt_host_memory": nbytes, "dist_ckpt_workers": workers}
+        self._settings: dict[str, Any] = {"ckpt_host_memory": nbytes, "dist_ckpt_workers": workers}
         self._root: Path | None = None
         self._checkpointer: Any = None
         self._step = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 import warnings
@@ -11,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import large
+import planning
 import small
 import stall
 from machine import ROOT, default_disk, describe, slug
 from measurement import Outcome, table
 
 RESULTS = ROOT / "benchmarks" / "results"
-THEMES: dict[str, Callable[..., Outcome]] = {"small": small.run, "large": large.run, "async": stall.run}
+THEMES: dict[str, Callable[..., Outcome]] = {
+    "small": small.run,
+    "large": large.run,
+    "async": stall.run,
+    "planning": planning.run,
+}
 
 
 def main() -> None:
@@ -29,6 +36,9 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help=f"append to files in {RESULTS.name}/")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    if arguments.smoke:
+        # Looking through all that torch has imported before each sample takes most of the time.
+        gc.freeze()
     disk = arguments.disk or default_disk()
     for theme in arguments.only or THEMES:
         record = {"theme": theme, **describe({"smoke": arguments.smoke})}

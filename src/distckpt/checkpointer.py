@@ -427,6 +427,12 @@ class _Planned:
         _, data, mark_path, mark_id = self._template
         return data.replace(mark_id.encode(), save_id.encode()).replace(mark_path.encode(), path.encode())
 
+    def foresee_metadata(self, path: str, save_id: str) -> None:
+        """Make on the caller's thread what takes long for many items and is the same for every save."""
+        if self._template is None and self._place.world == 1 and self._residences:
+            names = self._engine.plain_names(self._place.rank, self._residences[0].image)
+            self.metadata([], names, path, save_id)
+
     def _own_metadata(self, names: tuple[str, ...], path: str, save_id: str) -> Metadata:
         table, planned = self._table, self._metadata
         assert table is not None
@@ -579,7 +585,9 @@ class Checkpointer:
         """
         self._check_open()
         view = View(state)
-        self._plan(state, view).release_tensors()
+        planned = self._plan(state, view)
+        planned.release_tensors()
+        planned.foresee_metadata(self._path(0), uuid.uuid4().hex)
         tensors = view.locals
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         return self._engine.prewarm([tensor.nbytes for tensor in tensors], devices)
@@ -631,6 +639,7 @@ class Checkpointer:
                         planned.give_back(residence)
                         raise
                     handle._residence = residence  # noqa: SLF001 - one room
+                    planned.foresee_metadata(handle.path, save_id)
                 if residence is not None and planned.late:
                     late = _Late(planned, view, residence)
                     self._late = [*(one for one in self._late if not one.is_over), late]

@@ -330,7 +330,7 @@ class Transfer:
             self.run(sources)
             self.end(caller_waits=caller_waits)
             return
-        _refuse_capture()
+        refuse_capture()
         self.tag += 1
         device = next(iter(self._used))
         streams = self._devices.streams(device)
@@ -416,7 +416,7 @@ class Transfer:
         for device in self._used:
             if device in entered:
                 continue
-            _refuse_capture()
+            refuse_capture()
             streams = self._devices.streams(device)
             self._upload(device, streams)
             streams.copy.wait_stream(torch.cuda.current_stream(device))
@@ -514,7 +514,7 @@ class Transfer:
         return self._can_capture and len(self._used) == 1 and not self._devices.refuses_to_pin
 
     def _capture(self, sources: Sequence[torch.Tensor | None]) -> None:
-        _refuse_capture()
+        refuse_capture()
         device = next(iter(self._used))
         streams = self._devices.streams(device)
         graph = torch.cuda.CUDAGraph()
@@ -569,7 +569,12 @@ def _query(event: torch.cuda.Event) -> bool:
         raise StagingError(f"the copy off the device failed: {error}") from error
 
 
-def _refuse_capture() -> None:
+def refuse_capture() -> None:
+    """Refuse to copy what a CUDA graph that is being captured will compute; it can go on.
+
+    Raises:
+        StagingError: The calling thread is capturing one.
+    """
     if torch.cuda.is_current_stream_capturing():
         raise StagingError(
             "a state cannot be saved while its thread captures a CUDA graph: nothing has run yet"

@@ -34,7 +34,7 @@ from distckpt import observe
 from distckpt.arena import PAGE_BYTES, Arena, Range, align, available_memory
 from distckpt.config import local_ranks
 from distckpt.coordination import ProgressDeadline
-from distckpt.device import Transfer
+from distckpt.device import Transfer, refuse_capture
 from distckpt.errors import WorkerDied, WriteError
 from distckpt.formats import Format, open_format
 from distckpt.image import Image, lay_out_image
@@ -173,12 +173,13 @@ class Residence:
             StagingError: A copy or a reservation failed.
         """
         sources = [item.tensor if item.tensor is not None and item.tensor.is_cuda else None for item in items]
+        if self.plan is not None:
+            self._stage_again(dict(enumerate(items)), sources, sources)
+            return
         self._keep = sources
         try:
-            if self.plan is None:
-                with collector_paused():
-                    self._build(items, sources)
-                return
+            with collector_paused():
+                self._build(items, sources)
         except BaseException:
             self._settle()
             self.release()
@@ -186,7 +187,6 @@ class Residence:
             self._host.clear()
             self._early, self._main = (Transfer(self._stager.devices) for _ in range(2))
             raise
-        self._stage_again(dict(enumerate(items)), sources)
 
     def restage(self, host_items: Mapping[int, Item], keep: Sequence[torch.Tensor | None]) -> None:
         """Copy everything anew by the captured graph; see `stage`.
@@ -199,8 +199,7 @@ class Residence:
             StagingError: As for `stage`.
         """
         assert self.can_restage
-        self._keep = keep
-        self._stage_again(host_items, ())
+        self._stage_again(host_items, (), keep)
 
     def has_arrived(self) -> bool:
         """Say whether everything was copied; if so, the tensors are let go."""
@@ -237,7 +236,16 @@ class Residence:
             for taken in ranges:
                 self._arena.release(taken)
 
-    def _stage_again(self, items: Mapping[int, Item], sources: Sequence[torch.Tensor | None]) -> None:
+    def _stage_again(
+        self,
+        items: Mapping[int, Item],
+        sources: Sequence[torch.Tensor | None],
+        keep: Sequence[torch.Tensor | None],
+    ) -> None:
+        if not (self._early.is_empty and self._main.is_empty):
+            # Before anything is touched: what clears up after a failure asks CUDA.
+            refuse_capture()
+        self._keep = keep
         try:
             self.board.clear()
             self._stager.refill(items, self._host)
@@ -553,6 +561,10 @@ class Engine:
             error.rank = rank
             raise
 
+    def plain_names(self, rank: int, image: Image) -> tuple[str, ...]:
+        """Return the names of the files of `image` in a directory where none of them is taken."""
+        return tuple(f"__{rank}_{number}{self.format.suffix}" for number in range(len(image.files)))
+
     def create_files(self, storage: Storage, save_id: str, rank: int, image: Image) -> tuple[str, ...]:
         """Create the files of `image`, exclusively; returns their names.
 
@@ -564,8 +576,7 @@ class Engine:
         self._written.add(storage.url)
         created: list[str] = []
         try:
-            for number in range(len(image.files)):
-                name = f"__{rank}_{number}{self.format.suffix}"
+            for name in self.plain_names(rank, image):
                 names = (name, f"{name}.{save_id}") if is_first else (f"{name}.{save_id}",)
                 created.append(storage.create_image(names))
         except BaseException:

@@ -35,7 +35,15 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distckpt.arena import PAGE_BYTES, Arena, Range, Slab, align
-from distckpt.device import GATHERED_BYTES, Devices, Transfer, contiguous_span, flat_bytes, host_view
+from distckpt.device import (
+    GATHERED_BYTES,
+    Devices,
+    Transfer,
+    contiguous_span,
+    flat_bytes,
+    host_view,
+    refuse_capture,
+)
 from distckpt.errors import StagingError
 from distckpt.formats import LARGE_ALIGNMENT, Format, Frame, contiguous_strides, lay_out
 
@@ -377,6 +385,8 @@ class Stager:
 
     def use_devices(self, devices: set[torch.device]) -> None:
         """Get ready for copies off `devices`; slabs are pinned from now on, those that there are at once."""
+        if devices:
+            refuse_capture()
         for device in devices:
             self.devices.use(device, list(self._arena.slabs.values()))
 

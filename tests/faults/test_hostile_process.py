@@ -250,7 +250,7 @@ def test_a_worker_that_cannot_start_up_is_a_clear_error(
 def test_too_few_descriptors_for_workers_is_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     # What is imported on first use needs descriptors too.
-    open_storage(path)
+    open_storage(str(path))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     errors = []
     error = None

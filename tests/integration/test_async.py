@@ -509,7 +509,7 @@ def test_one_worker_is_no_process(tmp_path: Path, workers: int) -> None:
     seen = json.loads(result.stdout)
     names = [name for name, _ in seen]
     assert names.count("committed") == 2
-    assert "range.submitted" in names
+    assert "parts.pushed" in names
     # With more than one the same probe sees them.
     assert max(children for _, children in seen) == (0 if workers == 1 else workers)
     for name in ("a", "b"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -19,8 +21,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from distckpt import StorageReader, StorageWriter
+from distckpt import CheckpointConfig, StagingError, StorageReader, StorageWriter
+from distckpt.engine import Engine, Written
 from distckpt.lanes import WorkerLanes
+from distckpt.staging import Item
+from distckpt.storage import Storage, open_storage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -31,7 +36,7 @@ DTYPES = [
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 ]  # fmt: skip
 READERS: list[Callable[[Path], Any]] = [FileSystemReader, StorageReader]
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 def some(dtype: torch.dtype, *shape: int, device: str = "cuda") -> torch.Tensor:
@@ -43,7 +48,7 @@ def some(dtype: torch.dtype, *shape: int, device: str = "cuda") -> torch.Tensor:
 
 
 def every_kind() -> State:
-    """Return CUDA tensors of all dtypes and strides, from nothing to more than a range of the arena."""
+    """Return CUDA tensors of all dtypes and strides, from nothing to more than a part of a file."""
     square = some(torch.float32, 3000, 3100)
     state: State = {f"dtype.{dtype}": some(dtype, 33, 65) for dtype in DTYPES}
     state |= {f"scalar.{dtype}": some(dtype) for dtype in DTYPES}
@@ -324,3 +329,126 @@ def test_expandable_segments(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def opened(workers: int = 1) -> Engine:
+    return Engine.open(CheckpointConfig(dist_ckpt_workers=workers, ckpt_host_memory=_GIB))
+
+
+def items_of(engine: Engine, tensors: list[torch.Tensor]) -> list[Item]:
+    return [engine.item(tensor) for tensor in tensors]
+
+
+def overwrite(tensors: list[torch.Tensor], value: int) -> None:
+    """Change what can be changed in place, as the next step does."""
+    for tensor in tensors:
+        if 0 not in tensor.stride():
+            tensor.detach().fill_(value)
+
+
+def assert_holds(storage: Storage, written: Written, expected: list[torch.Tensor]) -> None:
+    """Assert that the files hold tensors of these bits, from `values`."""
+    files, offsets = written.image.places()
+    for number, (file, offset) in enumerate(zip(files, offsets, strict=True)):
+        data = storage.read(written.names[file], offset, written.image.sizes[number])
+        assert data is not None
+        found = torch.load(io.BytesIO(data), weights_only=True)
+        assert torch.equal(values(found), expected[number]), number
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_residence_replays_what_it_stages(tmp_path: Path, workers: int) -> None:
+    tensors = [tensor for tensor in every_kind().values() if isinstance(tensor, torch.Tensor)]
+    # One element of any stride, and something of the host in between.
+    tensors += [some(torch.float32, 1, 7)[:, 3], some(torch.float32, 300, 200, device="cpu")]
+    engine, storage = opened(workers), open_storage(tmp_path / "a")
+    residence = engine.reside(items_of(engine, tensors))
+    assert residence is not None
+    captured = []
+    for turn in range(4):
+        expected = [values(tensor) for tensor in tensors]
+        residence.stage(items_of(engine, tensors))
+        captured.append(residence.can_restage)
+        overwrite(tensors, turn % 2)
+        written = engine.write_staged(storage, f"0{turn}", 0, residence)
+        assert_holds(storage, written, expected)
+    assert captured == [False, True, True, True]
+    engine.drop(residence)
+    engine.close()
+
+
+def test_late_copies_are_waited_for_where_they_are_told_to(tmp_path: Path) -> None:
+    tensors = [some(torch.float32, 8, _MIB // 4) for _ in range(16)]
+    late = list(range(4, 16))
+    engine, storage = opened(), open_storage(tmp_path / "a")
+    residence = engine.reside(items_of(engine, tensors), late)
+    assert residence is not None
+    for turn in range(3):
+        expected = [values(tensor) for tensor in tensors]
+        residence.stage(items_of(engine, tensors))
+        overwrite(tensors[:4], turn)
+        residence.order_after()
+        overwrite(tensors[4:], turn)
+        assert_holds(storage, engine.write_staged(storage, f"0{turn}", 0, residence), expected)
+    engine.drop(residence)
+    engine.close()
+
+
+def test_late_tensors_without_a_byte_hold_nothing_up(tmp_path: Path) -> None:
+    tensors = [some(torch.float32, 1000), some(torch.float32, 0, 3)]
+    engine, storage = opened(), open_storage(tmp_path / "a")
+    residence = engine.reside(items_of(engine, tensors), [1])
+    assert residence is not None
+    for turn in range(3):
+        expected = [values(tensor) for tensor in tensors]
+        residence.stage(items_of(engine, tensors))
+        assert_holds(storage, engine.write_staged(storage, f"0{turn}", 0, residence), expected)
+    engine.drop(residence)
+    engine.close()
+
+
+@pytest.mark.parametrize("staged_before", [0, 1, 2])
+def test_nothing_is_staged_while_a_graph_is_captured(tmp_path: Path, staged_before: int) -> None:
+    tensors = [some(torch.float32, 1000), some(torch.float32, 9, _MIB // 4)]
+    engine, storage = opened(), open_storage(tmp_path / "a")
+    residence = engine.reside(items_of(engine, tensors))
+    assert residence is not None
+    for turn in range(staged_before):
+        residence.stage(items_of(engine, tensors))
+        engine.write_staged(storage, f"a{turn}", 0, residence)
+    items = items_of(engine, tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensors[0].add_(1)
+        with pytest.raises(StagingError, match="captures a CUDA graph"):
+            residence.stage(items)
+        with pytest.raises(StagingError, match="captures a CUDA graph"):
+            engine.stage({"weight": tensors[0]})
+    # Neither the capture nor the residence is the worse for it.
+    graph.replay()
+    assert not residence.is_lost
+    for turn in range(3):
+        expected = [values(tensor) for tensor in tensors]
+        residence.stage(items)
+        overwrite(tensors, turn)
+        assert_holds(storage, engine.write_staged(storage, f"b{turn}", 0, residence), expected)
+    engine.drop(residence)
+    engine.close()
+
+
+def test_a_residence_is_dropped_while_its_copies_run(tmp_path: Path) -> None:
+    tensors = [some(torch.float32, 8, _MIB // 4) for _ in range(32)]
+    engine = opened()
+    for _ in range(3):
+        residence = engine.reside(items_of(engine, tensors))
+        assert residence is not None
+        residence.stage(items_of(engine, tensors))
+        engine.drop(residence)
+        taken = engine.arena.reserve(256 * _MIB, timeout_s=5)
+        # Whatever is written there now stays.
+        address = engine.arena.address(taken)
+        ctypes.memset(address, 0x5A, taken.nbytes)
+        torch.cuda.synchronize()
+        assert ctypes.string_at(address, taken.nbytes).count(0x5A) == taken.nbytes
+        engine.arena.release(taken)
+    engine.close()

@@ -153,10 +153,10 @@ def test_changes_while_workers_write(tmp_path: Path, trainer: Trainer, writer: S
     save(trainer.state, tmp_path / "warm", writer, is_async=True)
     trainer.step()
     expected = trainer.values()
-    with stopped_workers(writer), waiting_for("range.submitted") as wait_until_submitted:
+    with stopped_workers(writer), waiting_for("parts.pushed") as wait_until_pushed:
         response = start(trainer.state, tmp_path / "a", writer)
         response.staging_completion.result(WAIT_S)
-        wait_until_submitted()
+        wait_until_pushed()
         trainer.step()
         trainer.rearrange()
         assert not response.upload_completion.done()
@@ -165,11 +165,11 @@ def test_changes_while_workers_write(tmp_path: Path, trainer: Trainer, writer: S
 
 
 def test_changes_while_the_one_lane_of_this_process_writes(tmp_path: Path, trainer: Trainer) -> None:
-    submitted, changed = threading.Event(), threading.Event()
+    pushed, changed = threading.Event(), threading.Event()
 
     def hold(event: observe.Event) -> None:
-        if event.name == "range.submitted":
-            submitted.set()
+        if event.name == "parts.pushed":
+            pushed.set()
             changed.wait(WAIT_S)
 
     expected = trainer.values()
@@ -177,7 +177,7 @@ def test_changes_while_the_one_lane_of_this_process_writes(tmp_path: Path, train
     try:
         with StorageWriter() as writer:
             response = start(trainer.state, tmp_path / "a", writer)
-            assert submitted.wait(WAIT_S)
+            assert pushed.wait(WAIT_S)
             trainer.step()
             trainer.rearrange()
             assert not response.upload_completion.done()
@@ -220,12 +220,12 @@ def test_two_saves_in_flight_into_two_directories(
 ) -> None:
     save(trainer.state, tmp_path / "warm", writer, is_async=True)
     expected, responses = [], []
-    with stopped_workers(writer), waiting_for("range.submitted") as wait_until_submitted:
+    with stopped_workers(writer), waiting_for("parts.pushed") as wait_until_pushed:
         for name in ("a", "b"):
             trainer.step()
             expected.append(trainer.values())
             responses.append(start(trainer.state, tmp_path / name, writer))
-        wait_until_submitted()
+        wait_until_pushed()
         trainer.step()
         trainer.rearrange()
         assert not any(response.upload_completion.done() for response in responses)
@@ -243,10 +243,10 @@ def test_two_saves_in_flight_into_one_directory(
 ) -> None:
     """The later one takes the directory over; the earlier one says so and harms nothing."""
     save(trainer.state, tmp_path / "a", writer, is_async=True)
-    with stopped_workers(writer), waiting_for("range.submitted") as wait_until_submitted:
+    with stopped_workers(writer), waiting_for("parts.pushed") as wait_until_pushed:
         trainer.step()
         first = start(trainer.state, tmp_path / "a", writer)
-        wait_until_submitted()
+        wait_until_pushed()
         trainer.step()
         expected = trainer.values()
         owner = (tmp_path / "a" / ".distckpt" / "owner").read_bytes()

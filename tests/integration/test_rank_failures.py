@@ -98,7 +98,7 @@ def path_below_a_file(arguments: dict[str, Any], root: str) -> Iterator[None]:
 
 @contextmanager
 def file_too_large(arguments: dict[str, Any], root: str) -> Iterator[None]:
-    # In the middle of a file, with other ranges in flight.
+    # In the middle of a file, with other parts in flight.
     pids = [os.getpid(), *(child.pid for child in psutil.Process().children())]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for pid in pids:
@@ -113,7 +113,7 @@ def worker_killed(arguments: dict[str, Any], root: str) -> Iterator[None]:
     pids = [child.pid for child in psutil.Process().children()]
 
     def kill(event: observe.Event) -> None:
-        if event.name == "range.submitted":
+        if event.name == "parts.pushed":
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
 
@@ -139,7 +139,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def _make(seed: int) -> dict[str, Any]:
-    """A state of several ranges on every rank."""
+    """A state of several parts on every rank."""
     return states.make(seed, LARGE_BYTES)
 
 
@@ -421,10 +421,10 @@ def save_again(path: str) -> list[str]:
 @pytest.mark.parametrize(
     ("victim", "event", "mode", "workers"),
     [
-        (0, "range.submitted", "save", 1),
+        (0, "parts.pushed", "save", 1),
         (0, "rank.written", "async_save", 2),
-        (1, "range.written", "async_save", 1),
-        (2, "file.written", "save", 2),
+        (1, "parts.pushed", "async_save", 1),
+        (2, "files.written", "save", 2),
         (2, "rank.written", "save", 1),
     ],
 )

@@ -201,8 +201,8 @@ def _big_views() -> dict[str, torch.Tensor]:
     }
 
 
-def test_large_views_in_ranges(tmp_path: Path, is_async: bool) -> None:
-    """Many ranges end in the middle of a row and of an element; `dcp.save` recycles their memory."""
+def test_large_views_in_parts(tmp_path: Path, is_async: bool) -> None:
+    """Many parts end in the middle of a row and of an element; `dcp.save` recycles their memory."""
     host_memory = "auto" if is_async else "12MiB"
     state = _big_views()
     for workers in (1, 2):
@@ -216,7 +216,7 @@ def test_large_views_in_ranges(tmp_path: Path, is_async: bool) -> None:
 
 
 def test_large_views_cost_no_memory_beside_the_budget(tmp_path: Path) -> None:
-    """Neither a range that ends in a row larger than itself, nor the staging of a view."""
+    """Neither a part that ends in a row larger than itself, nor the staging of a view."""
     script = """
 import sys, warnings
 import torch

@@ -187,7 +187,7 @@ def test_config_and_settings_together(tmp_path: Path) -> None:
     with StorageWriter(tmp_path / "a", config, dist_ckpt_workers=3) as writer:
         state_dict_saver.save({str(i): torch.zeros(5 << 20) for i in range(3)}, storage_writer=writer)
     assert len(manifest_of(tmp_path / "a")["files"]) == 3
-    assert manifest_of(tmp_path / "a")["checksums"] == [[], [], []]
+    assert manifest_of(tmp_path / "a")["checksums"] == ["", "", ""]
 
 
 def test_over_a_checkpoint_of_stock_torch_and_back(tmp_path: Path, writer: StorageWriter) -> None:
@@ -287,7 +287,7 @@ def test_a_file_that_is_not_whole(checkpoint: Path, how: str) -> None:
 def test_without_checksums(tmp_path: Path) -> None:
     with StorageWriter(ckpt_checksum="none") as writer:
         save(STATE, tmp_path / "a", writer, is_async=False)
-    assert manifest_of(tmp_path / "a")["checksums"] == [[]] * 4
+    assert manifest_of(tmp_path / "a")["checksums"] == [""]
     assert_every_reader_finds(STATE, tmp_path / "a")
     info = place_of(tmp_path / "a", "b.large")
     os.truncate(tmp_path / "a" / info.relative_path, info.offset + info.length - 1)
@@ -325,9 +325,12 @@ def test_a_damaged_manifest(checkpoint: Path, how: str) -> None:
 
 def test_a_damaged_commit_record(checkpoint: Path) -> None:
     [file] = checkpoint.glob(".distckpt/commit-*.json")
-    for content in (b"", b"{}", b"[]", b"\0", b'{"version": 1}'):
+    for content in (b"", b"{}", b"[]", b"\0", b'{"version": 2}'):
         file.write_bytes(content)
         assert damage_found(StorageReader(checkpoint)).file == str(file.relative_to(checkpoint))
+    file.write_bytes(b'{"version": 1}')
+    with pytest.raises(CheckpointException, match=rf"{file.name} has version 1; .* reads version 2"):
+        read(StorageReader(checkpoint))
 
 
 def test_damaged_metadata(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,28 +12,56 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-THEMES = ["small", "large", "async"]
-GPU_PARTS = [
-    ["staging", "many", "guarded", "training"],
-    ["tmpfs", "disk", "budget", "fifty"],
-    ["stock", "peers"],
-]
+THEMES = ["small", "large", "async", "planning"]
+PARTS = [
+    "staging", "many", "guarded", "training", "tmpfs", "disk", "budget", "fifty", "expandable", "stock",
+    "peers", "ranks",
+]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def run(script: str, *arguments: str, folder: Path) -> str:
+def run(script: str, *calls: list[str], folder: Path) -> list[tuple[int, str, str]]:
+    """Call a script's `main` with arguments, again and again in one process, for torch takes long to import.
+
+    Returns:
+        Exit status, standard output and standard error of each call.
+    """
+    code = (
+        "import contextlib, importlib, json, sys, tempfile\n"
+        "calls, done = json.loads(sys.argv[1]), []\n"
+        f"script = importlib.import_module({script!r})\n"
+        "for arguments in calls:\n"
+        "    sys.argv = [script.__file__, *arguments]\n"
+        "    out, err = tempfile.TemporaryFile('w+'), tempfile.TemporaryFile('w+')\n"
+        "    try:\n"
+        "        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "            status = script.main() or 0\n"
+        "    except SystemExit as end:\n"
+        "        status = end.code\n"
+        "    texts = [file.seek(0) or file.read() for file in (out, err)]\n"
+        "    done.append((status, *texts))\n"
+        "print(json.dumps(done))\n"
+    )
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *arguments],
-        cwd=folder, capture_output=True, text=True, check=False, timeout=170,
+        [sys.executable, "-c", code, json.dumps(calls)],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
+        capture_output=True, text=True, check=False, timeout=170,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return [(status, out, err) for status, out, err in json.loads(done.stdout.splitlines()[-1])]
 
 
 def test_themes(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
-    printed = run("run.py", "--smoke", "--out", str(out), "--disk", str(tmp_path), folder=tmp_path)
+    arguments = ["--smoke", "--disk", str(tmp_path)]
+    [(one_status, one, _), (status, printed, errors)] = run(
+        "run", [*arguments, "--only", "small"], [*arguments, "--out", str(out)], folder=tmp_path
+    )
+    assert (one_status, status) == (0, 0), errors
+    # Of one theme nothing was recorded.
+    assert "small:" in one
+    assert "large:" not in one
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["theme"] for record in records] == THEMES
     for record in records:
@@ -40,63 +69,41 @@ def test_themes(tmp_path: Path) -> None:
         assert record["versions"].keys() >= {"python", "torch", "distckpt"}
         assert record["hardware"].keys() >= {"cpu", "cores", "gpus"}
         assert record["config"]["smoke"] is True
-        assert record["config"]["storage"].keys() == {"tmpfs", "disk"}
         assert record["commit"]
         assert record["date"]
         assert record["rows"]
         assert record["samples"].keys() == record["first"].keys()
+    assert all(record["config"]["storage"].keys() == {"tmpfs", "disk"} for record in records[:3])
     assert sorted(tmp_path.iterdir()) == [out]
 
 
-def test_one_theme_and_nothing_recorded(tmp_path: Path) -> None:
-    printed = run("run.py", "--smoke", "--only", "small", "--disk", str(tmp_path), folder=tmp_path)
-    assert "small:" in printed
-    assert "large:" not in printed
-    assert not list(tmp_path.iterdir())
-
-
-def check_parts(out: Path, names: list[str], printed: str) -> None:
+def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu_check.json"
+    smoke = ["--smoke", "--device", "cpu", "--only", ",".join(PARTS), "--out", str(out)]
+    show = ["--show", str(out), "--markdown"]
+    [(status, printed, errors), (_, again, _), *refused] = run(
+        "gpu_check", smoke, show, ["--only", "staging,nothing"], ["--set", "size=1"], folder=tmp_path
+    )
+    assert status == 0, printed + errors
     parts = json.loads(out.read_text())["parts"]
-    assert list(parts) == names
+    assert list(parts) == PARTS
     for name, found in parts.items():
         assert found["status"] == 0, found
         assert f"- ok {name}" in printed
         for key, value in found.items():
             if key.endswith("equal"):
                 assert value if isinstance(value, bool) else all(value), key
-
-
-@pytest.mark.parametrize("names", GPU_PARTS, ids=",".join)
-def test_gpu_check_without_a_gpu(names: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "gpu_check.json"
-    arguments = ["--device", "cpu", "--only", ",".join(names), "--out", str(out)]
-    printed = run("gpu_check.py", "--smoke", *arguments, folder=tmp_path)
-    check_parts(out, names, printed)
+    assert len(parts["ranks"]["ranks"]) == 2
     assert list(tmp_path.iterdir()) == [out]
-    again = run("gpu_check.py", "--show", str(out), "--markdown", folder=tmp_path).splitlines()
-    header = again.index("| bar | part | what | measured | compared with | asked for | met |")
-    rows = again[header + 2 : again.index("", header)]
-    assert {row.split(" | ")[1] for row in rows} >= {*names} - {"peers"}
+    lines = again.splitlines()
+    header = lines.index("| bar | part | what | measured | compared with | asked for | met |")
+    rows = lines[header + 2 : lines.index("", header)]
+    # Peers need not be installed.
+    assert {row.split(" | ")[1] for row in rows} >= {*PARTS} - {"peers"}
     assert all(row.count(" | ") == 6 for row in rows)
-
-
-def test_gpu_check_with_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "gpu_check.json"
-    printed = run(
-        "gpu_check.py", "--smoke", "--device", "cpu", "--ranks", "2", "--out", str(out), folder=tmp_path
-    )
-    check_parts(out, ["ranks"], printed)
-    assert len(json.loads(out.read_text())["parts"]["ranks"]["ranks"]) == 2
-
-
-def test_gpu_check_refuses_unknown_names(tmp_path: Path) -> None:
-    for arguments, name in ((["--only", "staging,nothing"], "nothing"), (["--set", "size=1"], "'size'")):
-        done = subprocess.run(
-            [sys.executable, str(BENCHMARKS / "gpu_check.py"), *arguments],
-            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == 2
-        assert name in done.stderr
+    for (status, _, errors), name in zip(refused, ("nothing", "'size'"), strict=True):
+        assert status == 2
+        assert name in errors
 
 
 def test_host_memory_counts_shared_memory_once() -> None:
@@ -136,5 +143,5 @@ def test_readme_says_how_to_repeat_each_figure() -> None:
     for theme in THEMES:
         assert f"benchmarks/run.py --only {theme}" in text
     assert "benchmarks/gpu_check.py" in text
-    for name in [*(name for names in GPU_PARTS for name in names), "expandable", "ranks"]:
+    for name in PARTS:
         assert name in text

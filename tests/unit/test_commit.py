@@ -29,7 +29,7 @@ from distckpt.commit import (
     manifest_name,
     plan_digest,
     publish,
-    read_ref,
+    read_partial,
     refuse_part,
     report_failure,
     write_manifest,
@@ -332,10 +332,10 @@ def test_checksums_come_back_for_any_layout(
     integrity = load_integrity(storage, commit_manifest(storage, manifest.to_json()))
     assert integrity is not None
     assert integrity._items == expected
-    read = read_ref(storage, "0a", 0)
+    read = read_partial(storage, "0a", 0)
     assert read is not None
-    assert read[1]["items"]["fqns"] == items.fqns
-    assert list(read[0].files) == list(files)
+    assert read.items == items.json
+    assert list(read.ref.files) == list(files)
 
 
 @pytest.mark.parametrize(
@@ -374,26 +374,37 @@ def test_items_are_encoded_once_for_all_saves() -> None:
     assert (before.pop("save_id"), after.pop("save_id")) == ("0a", "0b")
     assert (before.pop("files"), after.pop("files")) == ({"a": 4}, {"b": 4})
     assert (before.pop("checksums"), after.pop("checksums")) == (["YWJjZA=="], ["ZWZnaA=="])
-    assert before == after == {"version": 2, "rank": 0, "format": "torch_dist", "plan": "digest"}
+    rest = {"version": 2, "rank": 0, "format": "torch_dist", "plan": "digest", "relies": ""}
+    assert before == after == rest
 
 
 def test_a_manifest_is_read_back_by_rank(storage: Storage, tmp_path: Path) -> None:
-    assert read_ref(storage, "0a", 3) is None
+    assert read_partial(storage, "0a", 3) is None
     ref = write_rank(storage, "0a", 3, b"data")
-    read = read_ref(storage, "0a", 3)
+    read = read_partial(storage, "0a", 3)
     assert read is not None
-    assert read[0] == ref
-    assert read[1]["plan"] == "digest"
-    assert read_ref(storage, "0b", 3) is None
+    assert read.ref == ref
+    assert read.head["plan"] == "digest"
+    assert json.loads(read.items)["fqns"] == ["weight3"]
+    assert read_partial(storage, "0b", 3) is None
     path = tmp_path / manifest_name("0a", 3)
-    for damaged in (b"", b"[]", b'{"version":2}', path.read_bytes()[:-1]):
+    for damaged in (b"", b"[]", b'{"version":2}', path.read_bytes()[:60]):
         path.write_bytes(damaged)
         with pytest.raises(IntegrityError) as caught:
-            read_ref(storage, "0a", 3)
+            read_partial(storage, "0a", 3)
         assert caught.value.file == manifest_name("0a", 3)
     path.write_bytes(b'{"version":1}')
     with pytest.raises(CheckpointError, match="reads version 2"):
-        read_ref(storage, "0a", 3)
+        read_partial(storage, "0a", 3)
+
+
+def test_a_manifest_may_be_for_a_coordinator_without_a_plan() -> None:
+    entries = [[[4], [4], "float32", False, ["model", "a"]]]
+    items = ItemTable(["a"], [[0]], [0], [0], [4], entries)
+    manifest = json.loads(Manifest("0a", 0, "torch_dist", "", {}, [], items, relies="digest").to_json())
+    assert manifest["items"]["entries"] == entries
+    assert manifest["relies"] == "digest"
+    assert "entries" not in json.loads(ItemTable(["a"], [[0]], [0], [0], [4]).json)
 
 
 def test_failures_are_listed_by_rank(storage: Storage, tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ def test_async_workers_warn_once_for_each_number(
         "3 x 4 local ranks = 12 processes",
         f"on {cores} cores",
         "18 MiB",
-        "156 MiB",
+        "216 MiB",
         "docs/adr/0001",
     ):
         assert part in str(warning.message)

@@ -442,6 +442,39 @@ def test_a_state_that_fails_half_way_gives_its_memory_back(
     assert stager._arena._left() == free
 
 
+def test_a_state_lies_in_whatever_stretches_are_free(stager: Stager) -> None:
+    arena = stager._arena
+    taken = [arena.reserve(2 * MIB, timeout_s=1, want_bytes=20 * MIB) for _ in range(8)]
+    for one in taken[::2]:
+        arena.release(one)
+    tensors = {f"weight{number}": torch.arange(number * 9000.0) for number in range(1, 29)}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert total > 12 * MIB
+    staged, ticket = stager.stage(tensors)
+    ticket.wait(5)
+    [lease] = stager._live_leases()
+    assert len(lease._ranges) > 2
+    # Not much more than that is held.
+    assert sum(one.nbytes for one in lease._ranges) < total + MIB
+    for name, tensor in tensors.items():
+        item = stager.item(staged[name])
+        assert item.home is not None
+        slab, offset = item.home
+        data = ctypes.string_at(arena.slabs[slab].address + offset, item.size)
+        assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), tensor)
+        assert any(
+            one.slab == slab and one.offset <= offset and offset + item.size <= one.offset + one.nbytes
+            for one in lease._ranges
+        )
+        del item
+    del staged, ticket, lease
+    for one in taken[1::2]:
+        arena.release(one)
+    gc.collect()
+    arena._take_back()
+    assert arena._left() == arena.budget_bytes
+
+
 def test_quarantined_memory_is_never_handed_out_again(
     stager: Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,11 @@ BANNED: list[tuple[str, frozenset[str], str]] = [
         frozenset(),
         "no collectives",
     ),
-    (r"(.*\.)?broadcast_object_list", frozenset({"checkpointer"}), "only on the caller's thread, outside saves"),
+    (
+        r"(.*\.)?broadcast_object_list",
+        frozenset({"checkpointer"}),
+        "only on the caller's thread, outside saves",
+    ),
 ]
 
 

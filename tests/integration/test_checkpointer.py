@@ -1,0 +1,1061 @@
+"""Checkpointer in one process: what is saved comes back, whatever happens to the state meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
+
+from distckpt import (
+    Checkpointer,
+    CheckpointError,
+    ConfigError,
+    SaveHandle,
+    StagingError,
+    WorkerDied,
+    WriteError,
+    observe,
+)
+from distckpt.lanes import WorkerLanes
+from integration.checkpoints import (
+    WAIT_S,
+    assert_every_reader_finds,
+    assert_same,
+    read_with_distckpt,
+    read_with_torch,
+)
+from integration.test_isolation import Trainer, assert_holds
+from integration.test_round_trip import DTYPES, random_tensor
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+]
+
+MIB = 1 << 20
+State = dict[str, Any]
+
+
+def path_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:08}"
+
+
+@pytest.fixture(params=[1, 2], ids=["1-worker", "2-workers"])
+def workers(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path, workers: int) -> Iterator[Checkpointer]:
+    """Saves in the background, to the test's own directory."""
+    with Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers) as opened:
+        yield opened
+
+
+@contextmanager
+def held_back(checkpointer: Checkpointer) -> Iterator[threading.Event]:
+    """Keep everything that happens in the background from happening, until the event is set or at the end."""
+    gate = threading.Event()
+    checkpointer._thread.submit(gate.wait, WAIT_S)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def used_bytes(checkpointer: Checkpointer) -> int:
+    arena = checkpointer._engine.arena
+    return arena.reserved_bytes - arena.unused_bytes
+
+
+def blank(value: Any) -> Any:
+    """Return what `value` can be restored into."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, dict):
+        return {key: blank(entry) for key, entry in value.items()}
+    if isinstance(value, list) and any(isinstance(entry, torch.Tensor) for entry in value):
+        return [blank(entry) for entry in value]
+    return None
+
+
+def every_kind() -> State:
+    tied = random_tensor((7, 3), torch.float32)
+    base = random_tensor((6, 8, 10), torch.float32)
+    phases = random_tensor((4, 6), torch.complex64)
+    return {
+        "dtypes": {
+            str(dtype): {
+                "dense": random_tensor((5, 7), dtype),
+                "scalar": random_tensor((), dtype),
+                "empty": random_tensor((0, 3), dtype),
+                "columns": random_tensor((6, 9), dtype)[:, 1::3],
+            }
+            for dtype in DTYPES
+        },
+        "views": [
+            base.transpose(0, 2), base[1, 2, 3], base[6:], base[..., ::3], base.view(-1)[13:77],
+            base[0, :1].expand(5, 10), base.as_strided((4, 5), (2, 1), 7),
+            phases.conj(), phases.conj().t(), phases.conj().imag, torch._neg_view(base[0]),
+        ],
+        "parameters": OrderedDict(
+            a=torch.nn.Parameter(random_tensor((3, 3), torch.float32)),
+            b=torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        ),
+        "large": random_tensor((3 * MIB + 5,), torch.uint8),
+        "tied": {"one": tied, "other": tied, "alias": tied.detach(), "transposed": tied.t()},
+        "objects": {
+            "step": 3, "name": "run ü", "nothing": None, "rate": 0.1, "nan": float("inf"), "raw": b"\0\1",
+            "yes": True, "list": [1, [2, "x"]], "tuple": (1, torch.ones(2)), "set": {1, 2},
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
+def test_round_trip(tmp_path: Path, workers: int, is_async: bool) -> None:
+    state = every_kind()
+    expected = copy.deepcopy({name: value for name, value in state.items() if name != "views"})
+    with Checkpointer(tmp_path, async_save=is_async, dist_ckpt_workers=workers) as checkpointer:
+        handles = [checkpointer.save(step, state) for step in range(3)]
+        for step, handle in enumerate(handles):
+            assert handle.result(WAIT_S) == str(path_of(tmp_path, step))
+        for step in (0, 2):
+            target = blank(state)
+            assert checkpointer.restore(target, step) == step
+            assert_same(target["views"], state["views"])
+            del target["views"]
+            assert_same(target, expected)
+        plain = {name: value for name, value in state.items() if name != "tied"}
+        checkpointer.save(3, plain).result(WAIT_S)
+    for step in (0, 2):
+        assert_same(read_with_torch(path_of(tmp_path, step)), state)
+        assert_same(read_with_distckpt(path_of(tmp_path, step)), state)
+    assert_every_reader_finds(plain, path_of(tmp_path, 3))
+
+
+def test_stock_load_into_a_state(tmp_path: Path) -> None:
+    state = every_kind()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+    target = blank(state)
+    state_dict_loader.load(target, storage_reader=FileSystemReader(path_of(tmp_path, 0)))
+    assert_same(target, state)
+
+
+def test_a_model_and_its_optimizer_resume(checkpointer: Checkpointer) -> None:
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        return model, optimizer
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.linspace(0, 1, 24).reshape(4, 6)).sum().backward()
+        with checkpointer.guard(optimizer):
+            optimizer.step()
+
+    model, optimizer = make(1)
+    plans = []
+    for step in range(4):
+        train(model, optimizer)
+        checkpointer.save(
+            step, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        )
+        plans.append(checkpointer._planned)
+    train(model, optimizer)
+    checkpointer.wait()
+    resumed, its_optimizer = make(2)
+    state: State = {"model": resumed.state_dict(), "optimizer": its_optimizer.state_dict(), "step": None}
+    assert checkpointer.restore(state) == 3 == state["step"]
+    its_optimizer.load_state_dict(state["optimizer"])
+    train(resumed, its_optimizer)
+    assert_same(dict(resumed.state_dict()), dict(model.state_dict()))
+    assert plans[1] is plans[2] is plans[3], "what has keys that are numbers is planned once, too"
+
+
+def test_keys_that_are_no_strings(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state: State = {"a": {0: 5, 1: torch.ones(2)}, "b": [{2: "x", "t": torch.ones(1)}], "c": {(1, 2): 7}}
+    for step in range(3):
+        state["a"][0] = step
+        state["a"][1].fill_(step)
+        checkpointer.save(step, state).result(WAIT_S)
+        found = read_with_torch(path_of(tmp_path, step))
+        assert_same(found["a"], {"0": step, "1": torch.full((2,), float(step))})
+        assert found["b"][0]["2"] == "x"
+        assert found["c"] == {"(1, 2)": 7}
+
+
+def test_a_state_of_nothing(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    states: list[State] = [{}, {}, {"a": {}, "b": []}, {"a": torch.ones(1)}, {}]
+    for step, state in enumerate(states):
+        checkpointer.save(step, state).result(WAIT_S)
+    assert checkpointer.steps() == [0, 1, 2, 3, 4]
+    assert_same(read_with_torch(path_of(tmp_path, 1)), {})
+    assert_same(read_with_torch(path_of(tmp_path, 3)), {"a": torch.ones(1)})
+
+
+@pytest.mark.parametrize("name", ["prüfung", "検査 ü" * 9, "a b", "%41#?"])
+def test_any_name_of_the_directory(tmp_path: Path, name: str) -> None:
+    with Checkpointer(tmp_path / name) as checkpointer:
+        for step in range(2):
+            checkpointer.save(step, {"t": torch.full((3,), float(step))})
+        target = {"t": torch.zeros(3)}
+        assert checkpointer.restore(target) == 1
+    metadata = FileSystemReader(path_of(tmp_path / name, 1)).read_metadata()
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == str(path_of(tmp_path / name, 1))
+    assert_same(read_with_torch(path_of(tmp_path / name, 1)), {"t": torch.ones(3)})
+
+
+def test_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(0, {"t": torch.ones(3)})
+        assert checkpointer.steps() == [0]
+    assert_same(read_with_torch(path_of(root, 0)), {"t": torch.ones(3)})
+
+
+def test_the_directory_is_the_same_wherever_the_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("root") as checkpointer:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        checkpointer.save(0, {"t": torch.ones(1)})
+        assert checkpointer.steps() == [0]
+    assert_same(read_with_torch(path_of(tmp_path / "root", 0)), {"t": torch.ones(1)})
+
+
+def sharp() -> torch.Tensor:
+    return torch.eye(3).to_sparse()
+
+
+def wrapped() -> torch.Tensor:
+    wrapper: torch.Tensor = TwoTensor(torch.ones(4), torch.arange(4.0))  # type: ignore[no-untyped-call]
+    return wrapper
+
+
+class Tagged(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+@pytest.mark.parametrize("make", [sharp, wrapped, lambda: torch.ones(3).as_subclass(Tagged)])
+def test_tensors_that_are_more_than_memory(
+    checkpointer: Checkpointer, tmp_path: Path, make: Callable[[], torch.Tensor]
+) -> None:
+    state = {"special": make(), "plain": torch.zeros(3)}
+    for step in range(3):
+        state["plain"].fill_(step)
+        handle = checkpointer.save(step, state)
+        state["plain"].fill_(-1)
+        handle.result(WAIT_S)
+    for step in range(3):
+        info = next(
+            info
+            for index, info in FileSystemReader(path_of(tmp_path, step)).read_metadata().storage_data.items()
+            if index.fqn == "special"
+        )
+        with open(path_of(tmp_path, step) / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            found = torch.load(io.BytesIO(file.read(info.length)), weights_only=False)
+        expected = make()
+        if expected.is_sparse:
+            assert torch.equal(found.to_dense(), expected.to_dense())
+        else:
+            assert type(found) in (type(expected), torch.Tensor)
+            assert torch.equal(found, expected)
+        target = {"plain": torch.ones(3)}
+        assert checkpointer.restore(target, step) == step
+        assert_same(target, {"plain": torch.full((3,), float(step))})
+
+
+def test_tensors_that_cannot_be_saved(checkpointer: Checkpointer) -> None:
+    gone = torch.ones(1000)
+    good = {"a": torch.ones(2), "b": torch.ones(1000)}
+    checkpointer.save(0, good).result(WAIT_S)
+    for step, bad in enumerate((torch.ones(3, device="meta"), gone), start=1):
+        if bad is gone:
+            gone.untyped_storage().resize_(0)
+        with pytest.raises(StagingError, match="'b'"):
+            checkpointer.save(step, {"a": torch.ones(2), "b": bad})
+        checkpointer.save(10 + step, good).result(WAIT_S)
+    # The storage is freed under a tensor whose state has been planned.
+    good["b"].untyped_storage().resize_(0)
+    with pytest.raises(StagingError, match="'b'"):
+        checkpointer.save(3, good)
+    good["b"].untyped_storage().resize_(4000)
+    good["b"].fill_(4)
+    checkpointer.save(4, good).result(WAIT_S)
+    assert checkpointer.steps() == [0, 4, 11, 12]
+    target = {"b": torch.zeros(1000)}
+    checkpointer.restore(target, 4)
+    assert_same(target, {"b": torch.full((1000,), 4.0)})
+
+
+@pytest.mark.parametrize("earlier", [0, 1, 3])
+def test_changes_after_the_save_returned(tmp_path: Path, checkpointer: Checkpointer, earlier: int) -> None:
+    trainer = Trainer(tmp_path)
+    for step in range(earlier):
+        checkpointer.save(step, trainer.state).result(WAIT_S)
+        trainer.step()
+    expected = trainer.values()
+    with held_back(checkpointer):
+        handle = checkpointer.save(9, trainer.state)
+        assert handle.staged
+        trainer.step()
+        trainer.rearrange()
+    handle.result(WAIT_S)
+    assert_holds(path_of(tmp_path, 9), expected)
+
+
+class Walk:
+    """A state that changes in any way between two saves, and what it is expected to hold."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._number = 0
+        self._kept: list[torch.Tensor] = []
+        self.state: State = {
+            "model": {f"p{number}": torch.nn.Parameter(torch.ones(number, 3)) for number in range(5)},
+            "buffers": [torch.zeros(4), torch.zeros(3, 5).t(), torch.ones(2, dtype=torch.bfloat16)],
+            "step": 0,
+            "history": [0],
+            "large": torch.zeros(MIB, dtype=torch.uint8),
+        }
+
+    def go(self) -> None:
+        for change in self._rng.sample(self.changes, self._rng.randrange(3)):
+            change(self)
+        self.values()
+
+    def values(self) -> None:
+        self._number += 1
+        with torch.no_grad():
+            for tensor in (*self.state["model"].values(), *self.state["buffers"], self.state["large"]):
+                if 0 not in tensor.stride():
+                    tensor.fill_(self._number % 250)
+
+    def move(self) -> None:
+        for parameter in self.state["model"].values():
+            self._kept.append(parameter.data)
+            parameter.data = parameter.data.clone()
+
+    def move_and_free(self) -> None:
+        self.state["large"] = self.state["large"].clone()
+
+    def count(self) -> None:
+        self.state["step"] += 1
+
+    def grow_objects(self) -> None:
+        self.state["step"] *= 1000
+        self.state["history"].append(self._number)
+
+    def other_type(self) -> None:
+        self.state["step"] = str(self.state["step"]) if type(self.state["step"]) is int else 7
+
+    def add(self) -> None:
+        self.state["model"][f"new {self._number}"] = torch.nn.Parameter(torch.ones(self._rng.randrange(9)))
+        self.state[f"object {self._number}"] = {"x": self._number}
+
+    def remove(self) -> None:
+        self.state["model"].pop(next(iter(self.state["model"])), None)
+
+    def reorder(self) -> None:
+        names = list(self.state["model"])
+        self._rng.shuffle(names)
+        self.state["model"] = {name: self.state["model"][name] for name in names}
+
+    def reshape(self) -> None:
+        buffers = self.state["buffers"]
+        buffers[0] = buffers[0].view(-1).view(2, 2) if buffers[0].dim() == 1 else buffers[0].view(4)
+
+    def transpose(self) -> None:
+        self.state["buffers"][1] = self.state["buffers"][1].t()
+
+    def reinterpret(self) -> None:
+        other = torch.float16 if self.state["buffers"][2].dtype is torch.bfloat16 else torch.bfloat16
+        self.state["buffers"][2] = self.state["buffers"][2].view(other)
+
+    def tie(self) -> None:
+        self.state["tied"] = self.state["buffers"][0]
+
+    def freeze(self) -> None:
+        for parameter in self.state["model"].values():
+            parameter.requires_grad_(not parameter.requires_grad)
+
+    changes = (
+        move, move_and_free, count, grow_objects, other_type, add, remove, reorder, reshape, transpose, reinterpret,
+        tie, freeze,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad], ids=["grad", "no_grad"])
+def test_any_walk_of_a_state(
+    tmp_path: Path,
+    checkpointer: Checkpointer,
+    rng: random.Random,
+    mode: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    walk = Walk(rng)
+    expected, handles = [], []
+    for step in range(40):
+        expected.append(copy.deepcopy(walk.state))
+        with mode():
+            handles.append(checkpointer.save(step, walk.state))
+        if rng.random() < 0.3:
+            handles[-1].result(WAIT_S)
+        walk.go()
+    checkpointer.wait()
+    for step, state in enumerate(expected):
+        read = read_with_torch if step % 2 else read_with_distckpt
+        assert_same(read(path_of(tmp_path, step)), state, str(step))
+        entries = FileSystemReader(path_of(tmp_path, step)).read_metadata().state_dict_metadata
+        for name, parameter in state["model"].items():
+            entry = entries[f"model.{name}"]
+            assert isinstance(entry, TensorStorageMetadata)
+            assert entry.properties.requires_grad == parameter.requires_grad
+
+
+def test_what_is_planned_anew(checkpointer: Checkpointer) -> None:
+    walk = Walk(random.Random(0))
+
+    def is_planned_anew() -> bool:
+        before = checkpointer._planned
+        checkpointer.save(0, walk.state).result(WAIT_S)
+        return checkpointer._planned is not before
+
+    assert is_planned_anew()
+    for change in (lambda walk: None, Walk.values, Walk.count):
+        change(walk)
+        assert not is_planned_anew(), change
+    walk.state = {name: copy.copy(value) for name, value in walk.state.items()}
+    walk.state["buffers"] = [buffer.detach() for buffer in walk.state["buffers"]]
+    walk.state["large"] = walk.state["large"].detach()
+    assert not is_planned_anew()
+    for change in (
+        Walk.move, Walk.move_and_free, Walk.grow_objects, Walk.other_type, Walk.add, Walk.remove, Walk.reshape,
+        Walk.transpose, Walk.reinterpret, Walk.tie, Walk.freeze,
+    ):  # fmt: skip
+        change(walk)
+        assert is_planned_anew(), change
+        assert not is_planned_anew(), change
+
+
+def test_steps(tmp_path: Path) -> None:
+    state: State = {"t": torch.zeros(3), "step": None}
+    with Checkpointer(tmp_path / "not" / "there", async_save=True) as checkpointer:
+        assert checkpointer.steps() == []
+        assert checkpointer.latest() is None
+        assert checkpointer.restore(state) is None
+        assert checkpointer.restore(state, None) is None
+        assert_same(state, {"t": torch.zeros(3), "step": None})
+        for step in (7, 0, 123456789, 30):
+            checkpointer.save(step, {"t": torch.full((3,), float(step)), "step": step})
+        checkpointer.wait()
+        # What is not a step that is complete.
+        root = tmp_path / "not" / "there"
+        for name in ("step-00000099", "step-x", "step-", "other", "step-00000098/.metadata"):
+            (root / name).mkdir(parents=True)
+        (root / "step-00000097").touch()
+        (root / "step-00000096.tmp").mkdir()
+        (root / "step-00000096.tmp" / ".metadata").touch()
+        assert checkpointer.steps() == [0, 7, 30, 123456789]
+        assert checkpointer.latest() == 123456789
+        for asked, found in ((None, 123456789), ("latest", 123456789), (7, 7), (0, 0), ("30", 30)):
+            assert checkpointer.restore(state, asked) == found
+            assert_same(state, {"t": torch.full((3,), float(found)), "step": found})
+
+
+def test_a_step_that_is_not_there(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state = {"t": torch.zeros(3)}
+    checkpointer.save(0, state).result(WAIT_S)
+    path_of(tmp_path, 2).mkdir()
+    for step in (1, 2):
+        with pytest.raises(CheckpointError, match=f"step-0000000{step}"):
+            checkpointer.restore(state, step)
+    with pytest.raises(CheckpointError, match="first"):
+        checkpointer.restore(state, "first")
+    with pytest.raises(CheckpointError):
+        checkpointer.restore({"another": torch.zeros(3)}, 0)
+    assert checkpointer.restore(state, 0) == 0
+
+
+def test_a_step_is_saved_again(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state: State = {"t": torch.zeros(3), "step": 0}
+    for turn in range(4):
+        state["t"].fill_(turn)
+        with held_back(checkpointer):
+            handle = checkpointer.save(5, state)
+            if turn:
+                assert_same(
+                    read_with_distckpt(path_of(tmp_path, 5)), {"t": torch.full((3,), turn - 1.0), "step": 0}
+                )
+        handle.result(WAIT_S)
+        assert_every_reader_finds(state, path_of(tmp_path, 5))
+        metadata = FileSystemReader(path_of(tmp_path, 5)).read_metadata()
+        named = {info.relative_path for info in metadata.storage_data.values()}
+        assert named == {path.name for path in path_of(tmp_path, 5).glob("__*")}
+    assert checkpointer.steps() == [5]
+    # Two at once: the later one is what stays.
+    with held_back(checkpointer):
+        for turn in (7, 8):
+            state["t"].fill_(turn)
+            checkpointer.save(5, state)
+    checkpointer.wait()
+    assert_same(read_with_torch(path_of(tmp_path, 5)), {"t": torch.full((3,), 8.0), "step": 0})
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="async_saves"):
+        Checkpointer(tmp_path, async_saves=True)
+    with pytest.raises(ConfigError, match="ckpt_format"):
+        Checkpointer(tmp_path, ckpt_format="zip")
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(ConfigError, match="step: expected a number from 0, got -1"):
+        checkpointer.save(-1, {})
+    checkpointer.save(0, {"t": torch.ones(2)})
+    checkpointer.close()
+    checkpointer.close()
+    for call in (lambda: checkpointer.save(1, {}), lambda: checkpointer.prewarm({})):
+        with pytest.raises(CheckpointError, match="closed"):
+            call()
+    # What reads only can do without.
+    assert checkpointer.steps() == [0]
+
+
+def test_prewarmed(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state = {"t": torch.zeros(20 * MIB, dtype=torch.uint8), "small": torch.ones(3), "step": 1}
+    reserved = checkpointer.prewarm(state).result(WAIT_S)
+    planned = checkpointer._planned
+    assert reserved >= 20 * MIB
+    assert checkpointer._engine.arena.reserved_bytes == reserved
+    for step in range(2):
+        state["t"].fill_(step)
+        checkpointer.save(step, state).result(WAIT_S)
+        assert checkpointer._planned is planned
+        assert checkpointer._engine.arena.reserved_bytes == reserved
+        assert_same(read_with_torch(path_of(tmp_path, step)), state)
+    # A state that is not the one that is saved harms nothing.
+    checkpointer.prewarm({"other": torch.ones(2)}).result(WAIT_S)
+    checkpointer.save(2, state).result(WAIT_S)
+    assert_same(read_with_torch(path_of(tmp_path, 2)), state)
+
+
+def test_a_state_over_the_budget_is_written_through(
+    tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    state: State = {f"t{number}": torch.zeros(3 * MIB, dtype=torch.uint8) for number in range(7)}
+    state |= {"larger than the budget": torch.zeros(10 * MIB, dtype=torch.float32), "step": 0}
+    small = {"t": torch.ones(9)}
+    with Checkpointer(
+        tmp_path, async_save=True, dist_ckpt_workers=workers, ckpt_host_memory=24 * MIB
+    ) as checkpointer:
+        checkpointer.save(8, small)
+        for step in range(3):
+            for number, tensor in enumerate(
+                value for value in state.values() if isinstance(value, torch.Tensor)
+            ):
+                tensor.fill_(10 * step + number)
+            state["step"] = step
+            handle = checkpointer.save(step, state)
+            assert handle.committed
+            assert handle.staged
+            assert handle.blocked_s > 0
+            assert_same(read_with_torch(path_of(tmp_path, step)), state)
+            assert checkpointer._engine.arena.reserved_bytes <= 24 * MIB
+        checkpointer.save(9, small).result(WAIT_S)
+        assert checkpointer.steps() == [0, 1, 2, 8, 9]
+        checkpointer.wait()
+    said = [record for record in caplog.records if "budget" in record.message]
+    assert len(said) == 1
+    assert said[0].levelno == logging.WARNING
+    assert "--ckpt-host-memory" in said[0].message
+
+
+def test_a_failure_over_the_budget(tmp_path: Path, workers: int) -> None:
+    state = {"t": torch.zeros(40 * MIB, dtype=torch.uint8)}
+    path_of(tmp_path, 0).touch()
+    with Checkpointer(
+        tmp_path, async_save=True, dist_ckpt_workers=workers, ckpt_host_memory=24 * MIB
+    ) as checkpointer:
+        with pytest.raises(WriteError):
+            checkpointer.save(0, state)
+        assert used_bytes(checkpointer) == 0
+        assert checkpointer.save(1, state).committed
+        assert used_bytes(checkpointer) == 0
+        assert checkpointer.steps() == [1]
+
+
+def test_two_saves_in_flight_never_mix(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state = {f"t{number}": torch.zeros(MIB + number, dtype=torch.uint8) for number in range(5)}
+    for first in range(0, 8, 2):
+        with held_back(checkpointer):
+            handles = []
+            for step in (first, first + 1):
+                for tensor in state.values():
+                    tensor.fill_(step)
+                handles.append(checkpointer.save(step, state))
+            assert [handle.committed for handle in handles] == [False, False]
+            assert [handle.staged for handle in handles] == [True, True]
+            for tensor in state.values():
+                tensor.fill_(77)
+    checkpointer.wait()
+    for step in range(8):
+        expected = {name: torch.full_like(tensor, step) for name, tensor in state.items()}
+        assert_same(read_with_torch(path_of(tmp_path, step)), expected, str(step))
+
+
+BUDGET_FOR_ONE = 24 * MIB
+STATE_BYTES = 6 * MIB
+
+
+def test_a_second_save_waits_for_the_memory_of_the_first(tmp_path: Path, workers: int) -> None:
+    tensor = torch.zeros(STATE_BYTES, dtype=torch.uint8)
+    with Checkpointer(
+        tmp_path, async_save=True, dist_ckpt_workers=workers, ckpt_host_memory=BUDGET_FOR_ONE
+    ) as checkpointer:
+        for first in (0, 2):
+            with held_back(checkpointer) as gate:
+                tensor.fill_(first)
+                checkpointer.save(first, {"t": tensor})
+                tensor.fill_(first + 1)
+                timer = threading.Timer(0.3, gate.set)
+                timer.start()
+                handle = checkpointer.save(first + 1, {"t": tensor})
+                assert gate.is_set()
+                assert handle.blocked_s >= handle.prepared_s > 0.2
+                tensor.fill_(77)
+                timer.join()
+            checkpointer.wait()
+    for step in range(4):
+        assert_same(read_with_torch(path_of(tmp_path, step)), {"t": torch.full_like(tensor, step)})
+
+
+def test_the_wait_for_memory_has_an_end(tmp_path: Path) -> None:
+    tensor = torch.zeros(STATE_BYTES, dtype=torch.uint8)
+    with Checkpointer(
+        tmp_path, async_save=True, ckpt_host_memory=BUDGET_FOR_ONE, distributed_timeout_minutes=0.01
+    ) as checkpointer:
+        with held_back(checkpointer):
+            checkpointer.save(0, {"t": tensor})
+            with pytest.raises(StagingError, match=r"waited 1 s .*--ckpt-host-memory"):
+                checkpointer.save(1, {"t": tensor})
+        checkpointer.wait()
+        checkpointer.save(2, {"t": tensor}).result(WAIT_S)
+        assert checkpointer.steps() == [0, 2]
+
+
+def test_states_that_take_turns_within_the_budget(tmp_path: Path) -> None:
+    states = [{f"of {number}": torch.zeros(STATE_BYTES, dtype=torch.uint8)} for number in range(3)]
+    with Checkpointer(tmp_path, async_save=True, ckpt_host_memory=BUDGET_FOR_ONE) as checkpointer:
+        for step in range(12):
+            for tensor in states[step % 3].values():
+                tensor.fill_(step)
+            checkpointer.save(step, states[step % 3])
+            assert checkpointer._engine.arena.reserved_bytes <= BUDGET_FOR_ONE
+            for tensor in states[step % 3].values():
+                tensor.fill_(77)
+        checkpointer.wait()
+    for step in range(12):
+        expected = {f"of {step % 3}": torch.full((STATE_BYTES,), step, dtype=torch.uint8)}
+        assert_same(read_with_torch(path_of(tmp_path, step)), expected, str(step))
+
+
+@contextmanager
+def file_in_the_way(root: Path, checkpointer: Checkpointer) -> Iterator[None]:
+    path_of(root, 1).touch()
+    yield
+    path_of(root, 1).unlink()
+
+
+@contextmanager
+def metadata_in_the_way(root: Path, checkpointer: Checkpointer) -> Iterator[None]:
+    (path_of(root, 1) / ".metadata" / "x").mkdir(parents=True)
+    yield
+    (path_of(root, 1) / ".metadata" / "x").rmdir()
+    (path_of(root, 1) / ".metadata").rmdir()
+
+
+@contextmanager
+def directory_taken_away(root: Path, checkpointer: Checkpointer) -> Iterator[None]:
+    """Somebody removes a file of the save before it is published."""
+
+    def remove(event: observe.Event) -> None:
+        if event.name == "files.written":
+            for path in path_of(root, 1).glob("__*"):
+                path.unlink()
+
+    end = observe.subscribe(remove)
+    yield
+    end()
+
+
+@contextmanager
+def workers_killed(root: Path, checkpointer: Checkpointer) -> Iterator[None]:
+    lanes = checkpointer._engine.lanes
+    if not isinstance(lanes, WorkerLanes):
+        pytest.skip("writes in this process")
+
+    def kill(event: observe.Event) -> None:
+        if event.name == "parts.pushed":
+            for pid in lanes.pids:
+                os.kill(pid, signal.SIGKILL)
+
+    # Stopped, so that they have not written everything before they die.
+    for pid in lanes.pids:
+        os.kill(pid, signal.SIGSTOP)
+    end = observe.subscribe(kill)
+    yield
+    end()
+
+
+FAULTS = [file_in_the_way, metadata_in_the_way, directory_taken_away, workers_killed]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_save_fails_in_the_background(
+    checkpointer: Checkpointer,
+    tmp_path: Path,
+    fault: Callable[[Path, Checkpointer], AbstractContextManager[None]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = {"t": torch.zeros(5 * MIB, dtype=torch.uint8), "step": 0}
+    checkpointer.save(0, state).result(WAIT_S)
+    used = used_bytes(checkpointer)
+    with fault(tmp_path, checkpointer):
+        handle = checkpointer.save(1, state)
+        with pytest.raises(CheckpointError) as caught:
+            handle.result(WAIT_S)
+        assert isinstance(caught.value, WorkerDied) == (fault is workers_killed)
+    assert handle.staged
+    assert not handle.committed
+    with pytest.raises(type(caught.value)):
+        handle.result(0)
+    assert "the save of step 1 failed" in caplog.text
+    assert checkpointer.steps() == [0]
+    assert used_bytes(checkpointer) == used
+    for step in (1, 2):
+        state["t"].fill_(step)
+        checkpointer.save(step, state).result(WAIT_S)
+        assert_same(read_with_torch(path_of(tmp_path, step)), state)
+        assert used_bytes(checkpointer) == used
+    # Told once more, and then not again.
+    with pytest.raises(type(caught.value)):
+        checkpointer.wait()
+    checkpointer.wait()
+    # A state of another kind takes the place of the first: nothing of that is kept.
+    checkpointer.save(3, {"small": torch.ones(1)}).result(WAIT_S)
+    checkpointer.save(4, {}).result(WAIT_S)
+    assert used_bytes(checkpointer) == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
+def test_a_directory_that_is_read_only(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    handle = checkpointer.save(0, {"t": torch.ones(2)})
+    with pytest.raises(WriteError):
+        handle.result(WAIT_S)
+    tmp_path.chmod(0o700)
+    checkpointer.save(1, {"t": torch.ones(2)}).result(WAIT_S)
+    assert checkpointer.steps() == [1]
+
+
+def test_a_save_fails_while_others_are_under_way(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state = {"t": torch.zeros(MIB)}
+    path_of(tmp_path, 1).touch()
+    with held_back(checkpointer):
+        handles = []
+        for step in range(3):
+            state["t"].fill_(step)
+            handles.append(checkpointer.save(step, state))
+    with pytest.raises(WriteError):
+        checkpointer.wait()
+    assert [handle.committed for handle in handles] == [True, False, True]
+    for step in (0, 2):
+        assert_same(read_with_torch(path_of(tmp_path, step)), {"t": torch.full((MIB,), float(step))})
+
+
+def test_what_cannot_be_pickled_fails_at_once(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state: State = {"t": torch.ones(3), "object": "good"}
+    checkpointer.save(0, state).result(WAIT_S)
+    used = used_bytes(checkpointer)
+    for step, bad in enumerate((threading.Lock(), [threading.Lock()], lambda: None), start=1):
+        with pytest.raises(Exception, match="pickle"):
+            checkpointer.save(step, {**state, "object": bad})
+    checkpointer.save(9, state).result(WAIT_S)
+    assert checkpointer.steps() == [0, 9]
+    assert used_bytes(checkpointer) == used
+    checkpointer.wait()
+
+
+def test_without_async_save_the_end_is_waited_for(tmp_path: Path, workers: int) -> None:
+    state = {"t": torch.zeros(3 * MIB)}
+    with Checkpointer(tmp_path, dist_ckpt_workers=workers) as checkpointer:
+        handle = checkpointer.save(0, state)
+        assert handle.committed
+        assert handle.staged
+        assert handle.result(0) == handle.path == str(path_of(tmp_path, 0))
+        path_of(tmp_path, 1).touch()
+        with pytest.raises(WriteError):
+            checkpointer.save(1, state)
+        checkpointer.save(2, state)
+        assert checkpointer.steps() == [0, 2]
+
+
+def test_what_a_handle_tells(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state = {"t": torch.zeros(MIB)}
+    with held_back(checkpointer):
+        started = time.perf_counter()
+        handle = checkpointer.save(3, state)
+        took = time.perf_counter() - started
+        assert isinstance(handle, SaveHandle)
+        assert (handle.step, handle.path) == (3, str(path_of(tmp_path, 3)))
+        assert 0 < handle.prepared_s <= handle.blocked_s <= took
+        assert handle.staged
+        assert not handle.committed
+        with pytest.raises(TimeoutError):
+            handle.result(0.01)
+        assert checkpointer.latest() is None
+    assert handle.result() == handle.path
+    assert handle.staged
+    assert handle.committed
+    assert handle.result(0) == handle.path
+
+
+def test_staged_stays_staged(checkpointer: Checkpointer) -> None:
+    """Watched without a pause: there is no instant at which it is not."""
+    seen: list[bool] = []
+    for step in range(5):
+        handle = checkpointer.save(step, {"t": torch.zeros(MIB)})
+        while not handle.committed:
+            seen.append(handle.staged)
+    assert all(seen)
+
+
+def test_close_waits_for_saves_that_are_under_way(tmp_path: Path, workers: int) -> None:
+    state = {"t": torch.zeros(MIB)}
+    with Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers) as checkpointer:
+        with held_back(checkpointer) as gate:
+            handles = []
+            for step in range(3):
+                state["t"].fill_(step)
+                handles.append(checkpointer.save(step, state))
+            threading.Timer(0.2, gate.set).start()
+            checkpointer.close()
+        assert all(handle.committed for handle in handles)
+        assert checkpointer.steps() == [0, 1, 2]
+    for step in range(3):
+        assert_same(read_with_torch(path_of(tmp_path, step)), {"t": torch.full((MIB,), float(step))})
+
+
+def test_a_checkpointer_that_failed_is_closed_without_a_word(tmp_path: Path, workers: int) -> None:
+    path_of(tmp_path, 0).touch()
+    with Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers) as checkpointer:
+        handle = checkpointer.save(0, {"t": torch.zeros(MIB)})
+    with pytest.raises(WriteError):
+        handle.result(0)
+
+
+def test_twenty_saves_leave_nothing_more_behind(checkpointer: Checkpointer) -> None:
+    state: State = {
+        "t": torch.zeros(2 * MIB),
+        "small": [torch.ones(number) for number in range(9)],
+        "step": 0,
+    }
+    counts = []
+    for step in range(20):
+        state["step"] = step
+        checkpointer.save(step % 7, state).result(WAIT_S)
+        counts.append((
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/dev/shm")),
+            threading.active_count(),
+            checkpointer._engine.arena.reserved_bytes,
+            used_bytes(checkpointer),
+            len(checkpointer._handles),
+        ))  # fmt: skip
+    assert counts[3:] == [counts[2]] * 17
+
+
+def reusable() -> State:
+    return {"t": torch.ones(MIB), "p": [torch.nn.Parameter(torch.ones(3))], "step": 1}
+
+
+def not_reusable() -> State:
+    return {"t": torch.ones(MIB), "w": wrapped(), "tuple": (torch.ones(3), 1)}
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, TwoTensor):
+        return [value, value.a, value.b]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for entry in entries for tensor in tensors_of(entry)]
+
+
+def watch(state: State) -> Callable[[], list[str]]:
+    """Return what says which tensors and which of their memory are still alive."""
+    names = weakref.WeakValueDictionary(enumerate(tensors_of(state)))
+    memory = [
+        StorageWeakRef(tensor.untyped_storage())
+        for tensor in tensors_of(state)
+        if type(tensor) is not TwoTensor
+    ]
+    return lambda: (
+        [f"tensor {number}" for number in names]
+        + [f"memory {number}" for number, one in enumerate(memory) if not one.expired()]
+    )
+
+
+@pytest.mark.parametrize("make", [reusable, not_reusable])
+def test_no_tensor_of_a_state_is_kept_alive(checkpointer: Checkpointer, make: Callable[[], State]) -> None:
+    with held_back(checkpointer):
+        for step in range(3):
+            state = make()
+            alive = watch(state)
+            assert alive()
+            checkpointer.save(step, state)
+            if step:
+                checkpointer.save(10 + step, state)
+            del state
+            gc.collect()
+            assert not alive(), "staged, but not written yet"
+    checkpointer.wait()
+    state = make()
+    alive = watch(state)
+    checkpointer.prewarm(state).result(WAIT_S)
+    del state
+    gc.collect()
+    assert not alive(), "prewarmed"
+
+
+def test_no_tensor_is_kept_alive_by_a_failure(tmp_path: Path) -> None:
+    with Checkpointer(
+        tmp_path, async_save=True, ckpt_host_memory=BUDGET_FOR_ONE, distributed_timeout_minutes=0.005
+    ) as checkpointer:
+        kept: list[BaseException] = []
+        with held_back(checkpointer):
+            checkpointer.save(0, {"t": torch.zeros(STATE_BYTES, dtype=torch.uint8)})
+            for step, more in enumerate(({}, {"object": threading.Lock()}, {"more": torch.ones(2)}), start=1):
+                state: State = {"t": torch.zeros(STATE_BYTES, dtype=torch.uint8), **more}
+                alive = watch(state)
+                try:
+                    checkpointer.save(step, state)
+                except Exception as error:  # noqa: BLE001 - whatever it is
+                    kept.append(error)
+                del state
+                gc.collect()
+                assert not alive(), kept[-1]
+        assert len(kept) == 3
+
+
+def test_no_tensor_is_kept_alive_after_it_was_written_through(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_save=True, ckpt_host_memory=BUDGET_FOR_ONE) as checkpointer:
+        for step in range(2):
+            state: State = {"t": torch.zeros(2 * BUDGET_FOR_ONE, dtype=torch.uint8)}
+            alive = watch(state)
+            checkpointer.save(step, state)
+            del state
+            gc.collect()
+            assert not alive()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_modes_of_torch(
+    checkpointer: Checkpointer, tmp_path: Path, mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    model = torch.nn.Linear(5, 3)
+    state: State = {
+        "model": dict(model.named_parameters()),
+        "view": torch.arange(12.0).reshape(3, 4).t(),
+        "step": 0,
+    }
+    expected = []
+    for step in range(6):
+        state["step"] = step
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(step)
+            state["view"].fill_(step)
+        expected.append(copy.deepcopy(state))
+        # Within, without, and within again: what is kept from one is used in the other.
+        with mode() if step in (0, 1, 4) else nullcontext():
+            if step == 0:
+                state["made here"] = torch.ones(3) * 2
+                expected[0]["made here"] = torch.full((3,), 2.0)
+            handle = checkpointer.save(step, state)
+            state.pop("made here", None)
+        handle.result(WAIT_S)
+    for step, values in enumerate(expected):
+        assert_same(read_with_torch(path_of(tmp_path, step)), values)
+        entry = FileSystemReader(path_of(tmp_path, step)).read_metadata().state_dict_metadata["model.weight"]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert entry.properties.requires_grad, step
+
+
+def test_inside_a_guard_tensors_of_the_host_may_change_at_once(
+    checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected = []
+    for step in range(4):
+        with checkpointer.guard(optimizer):
+            model.weight.data.fill_(step)
+        expected.append(copy.deepcopy(dict(model.state_dict())))
+        checkpointer.save(step, {"model": model.state_dict()})
+        if step == 2:
+            with torch.no_grad():
+                model.weight.fill_(77)
+    checkpointer.wait()
+    for step, values in enumerate(expected):
+        assert_same(read_with_torch(path_of(tmp_path, step)), {"model": values})
+
+
+def test_two_checkpointers_of_one_directory(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_save=True) as one, Checkpointer(tmp_path, async_save=True) as other:
+        handles = []
+        for step in range(6):
+            handles.append((one, other)[step % 2].save(step, {"t": torch.full((3,), float(step))}))
+        for handle in handles:
+            handle.result(WAIT_S)
+        assert one.steps() == other.steps() == list(range(6))
+    for step in range(6):
+        assert_same(read_with_torch(path_of(tmp_path, step)), {"t": torch.full((3,), float(step))})
+
+
+def test_a_later_process_goes_on(tmp_path: Path) -> None:
+    for turn in range(3):
+        with Checkpointer(tmp_path, async_save=True) as checkpointer:
+            state = {"t": torch.zeros(3)}
+            assert checkpointer.restore(state) == (turn - 1 if turn else None)
+            assert_same(state, {"t": torch.full((3,), float(turn - 1 if turn else 0))})
+            for step in (turn, 100):
+                checkpointer.save(step, {"t": torch.full((3,), float(turn))})
+            checkpointer.wait()
+            path_of(tmp_path, 100).rename(tmp_path / f"moved {turn}")
+        assert_same(read_with_torch(tmp_path / f"moved {turn}"), {"t": torch.full((3,), float(turn))})
