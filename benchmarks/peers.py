@@ -179,16 +179,6 @@ class StockSave(Candidate):
         return {"returned_s": seconds, "staged_s": seconds, "total_s": seconds}, path
 
 
-class _KeptStager(DefaultStager):
-    """One that lasts: torch 2.11 closes the stager that it was given when its first save has ended."""
-
-    def close(self) -> None:
-        pass
-
-    def really_close(self) -> None:
-        super().close()
-
-
 class StockAsync(Candidate):
     """`dcp.async_save`: as it comes, or with the pinned stager and 8 threads.
 
@@ -198,17 +188,20 @@ class StockAsync(Candidate):
     """
 
     def __init__(self, device: str, *, pinned: bool) -> None:
-        self._stager: _KeptStager | None = None
-        if pinned:
-            is_cuda = device == "cuda"
-            # Pinned memory; not shared, which is of use only for PROCESS mode; staged in a thread; copied
-            # without blocking. Not by name: the names have changed between versions of torch.
-            self._stager = _KeptStager(StagingOptions(is_cuda, False, True, is_cuda))
+        self._stager: DefaultStager | None = None
+        # Pinned memory; not shared, which is of use only for PROCESS mode; staged in a thread; copied without
+        # blocking. Not by name: the names have changed between versions of torch.
+        is_cuda = device == "cuda"
+        self._options = StagingOptions(is_cuda, False, True, is_cuda) if pinned else None
 
     def start(self, state: State, path: Path) -> tuple[Future[Any] | None, Future[Any]]:
         """Begin a save; returns the future of staging, None if it is done, and that of the checkpoint."""
         settings: dict[str, Any] = {}
-        if self._stager is not None:
+        if self._options is not None:
+            # torch 2.11 empties the stager that it was given when its save has ended: it is made anew.
+            inner = getattr(self._stager, "_state_dict_stager", None)
+            if not getattr(inner, "_deepcopy_dispatch", None):
+                self._stager = DefaultStager(self._options)
             settings["async_stager"] = self._stager
             settings["storage_writer"] = FileSystemWriter(str(path), thread_count=_THREADS)
         response = state_dict_saver.async_save(state, checkpoint_id=path, no_dist=True, **settings)
@@ -228,7 +221,7 @@ class StockAsync(Candidate):
 
     def close(self) -> None:
         if self._stager is not None:
-            self._stager.really_close()
+            self._stager.close()
 
 
 class Ours(Candidate):

@@ -25,13 +25,15 @@ import time
 import traceback
 import uuid
 import weakref
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -62,11 +64,12 @@ from distckpt.formats import Frame
 from distckpt.image import lay_out_image
 from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
 from distckpt.reader import StorageReader
-from distckpt.signature import Signature, View, version_of
+from distckpt.signature import Signature, View, local_tensors, version_of
+from distckpt.staging import is_raw
 from distckpt.storage import open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import WriteItem
@@ -104,6 +107,7 @@ class SaveHandle:
         self.blocked_s = 0.0
         self.prepared_s = 0.0
         self._residence: Residence | None = None
+        self._has_arrived = False
         self._future: Future[str] = Future()
         self._future.set_running_or_notify_cancel()
 
@@ -111,7 +115,9 @@ class SaveHandle:
     def staged(self) -> bool:
         """Whether everything was copied: nothing that happens to the state shows in the checkpoint."""
         residence = self._residence
-        return self._future.done() or (residence is not None and residence.has_arrived())
+        if residence is not None and not self._has_arrived:
+            self._has_arrived = residence.has_arrived()
+        return self._has_arrived or self._future.done()
 
     @property
     def committed(self) -> bool:
@@ -177,8 +183,8 @@ class _Planned:
         place: Place,
         coordinator: _Coordinator | None,
     ) -> None:
-        self.signature = Signature(view)
-        self.is_reusable = view.is_simple
+        self.is_reusable = view.is_simple and all(map(is_raw, view.locals))
+        self.signature = Signature(view) if self.is_reusable else None
         self._engine = engine
         self._format = file_format
         self._place = place
@@ -195,7 +201,7 @@ class _Planned:
             plan = replace(plan, items=kept)
         self.items, _ = resolve_items(engine, planner, plan.items, place.rank)
         self._write_items = plan.items
-        self._link(planner, view)
+        self._link(planner, state, view)
         self._mappings = planner.mappings
         self._plain = {
             fqn
@@ -203,13 +209,14 @@ class _Planned:
             if not isinstance(value, (DTensor, ShardedTensor))
         }
         del planner
-        addresses = self.signature.addresses
+        addresses = [] if self.signature is None else self.signature.addresses
         self.late = [
             number
             for number, leaf in enumerate(self._leaf_of)
-            if leaf >= 0 and addresses[leaf] in late_addresses and view.locals[leaf].is_cuda
+            if addresses and leaf >= 0 and addresses[leaf] in late_addresses and view.locals[leaf].is_cuda
         ]
-        self.late_leaves = [self._leaf_of[number] for number in self.late]
+        self.late_leaves = {self._leaf_of[number]: number for number in self.late}
+        """For each tensor of the state that may be copied late, the number of its item."""
         self._on_host = [
             number
             for number, (item, leaf) in enumerate(zip(self.items, self._leaf_of, strict=True))
@@ -228,7 +235,7 @@ class _Planned:
         if first is not None or not self.items:
             self._describe(lay_out_image([], 1, 1) if first is None else first.image)
 
-    def _link(self, planner: DefaultSavePlanner, view: View) -> None:
+    def _link(self, planner: DefaultSavePlanner, state: Mapping[str, Any], view: View) -> None:
         """Find out which tensor of the state each item is, and where each object comes from."""
         leaf_at = {path: leaf for leaf, path in enumerate(view.paths)}
         self._leaf_of: list[int] = []
@@ -241,9 +248,10 @@ class _Planned:
                 self.is_reusable = False
             elif write_item.type is WriteItemType.BYTE_IO:
                 value = planner.state_dict[write_item.index.fqn]
-                self._objects[number] = (tuple(path), value if type(value) in _PLAIN else None)
+                keys = _keys_along(path, state)
+                self._objects[number] = (keys, value if type(value) in _PLAIN else None)
             else:
-                leaf = leaf_at.get(tuple(path), -1)
+                leaf = leaf_at.get(tuple(path), -1) if self.is_reusable else -1
                 tensor = None if leaf < 0 else view.locals[leaf]
                 if tensor is None or item.tensor is None or item.tensor.data_ptr() != tensor.data_ptr():
                     # Saved otherwise than as plain memory, or made for this save.
@@ -414,10 +422,13 @@ class _Planned:
             path: Of the checkpoint.
             save_id: Of the save.
         """
-        key = (names, len(path), [(m.items, tuple(m.ref.files), m.head.get("relies")) for m in manifests])
+        # As pickle encodes it.
+        data_path = path.encode("utf-8", "surrogatepass")
+        length = len(data_path)
+        key = (names, length, [(m.items, tuple(m.ref.files), m.head.get("relies")) for m in manifests])
         if self._template is None or self._template[0] != key:
             # Placeholders that nothing else in the metadata holds.
-            mark_path, mark_id = (uuid.uuid4().hex * (1 + len(path) // 32))[: len(path)], uuid.uuid4().hex
+            mark_path, mark_id = (uuid.uuid4().hex * (1 + length // 32))[:length], uuid.uuid4().hex
             with collector_paused():
                 if manifests:
                     metadata = assemble(manifests, mark_path, mark_id)
@@ -425,7 +436,7 @@ class _Planned:
                     metadata = self._own_metadata(names, mark_path, mark_id)
                 self._template = (key, pickle_metadata(metadata, {}), mark_path, mark_id)
         _, data, mark_path, mark_id = self._template
-        return data.replace(mark_id.encode(), save_id.encode()).replace(mark_path.encode(), path.encode())
+        return data.replace(mark_id.encode(), save_id.encode()).replace(mark_path.encode(), data_path)
 
     def foresee_metadata(self, path: str, save_id: str) -> None:
         """Make on the caller's thread what takes long for many items and is the same for every save."""
@@ -446,6 +457,19 @@ class _Planned:
             )
         }
         return metadata
+
+
+def _keys_along(path: Sequence[Any], state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the keys of the containers along `path`, in which torch spells every key of a mapping."""
+    keys: list[Any] = []
+    value: Any = state
+    for name in path:
+        key = name
+        if isinstance(value, Mapping) and name not in value:
+            key = next(own for own in value if str(own) == name)
+        keys.append(key)
+        value = value[key]
+    return tuple(keys)
 
 
 def _is_own(item: WriteItem, planner: DefaultSavePlanner, coordinator: _Coordinator | None) -> bool:
@@ -470,10 +494,10 @@ def _is_own(item: WriteItem, planner: DefaultSavePlanner, coordinator: _Coordina
 class _Late:
     """Tensors of a save that may still be copied, and must not change until then."""
 
-    def __init__(self, planned: _Planned, view: View, residence: Residence) -> None:
-        self._leaves = [view.locals[leaf] for leaf in planned.late_leaves]
-        self._versions = list(map(version_of, self._leaves))
-        self._items = planned.late
+    def __init__(self, planned: _Planned, view: View, versions: list[int], residence: Residence) -> None:
+        self._tensors = view.locals
+        # Of all tensors of the state: choosing among them takes as long as reading all.
+        self._versions = versions or list(map(version_of, self._tensors))
         self._planned = planned
         self._residence = residence
         self._lock = threading.Lock()
@@ -485,7 +509,7 @@ class _Late:
         with self._lock:
             if self.is_over:
                 return
-            self._compare(0, len(self._leaves))
+            self._compare(0, len(self._tensors))
             if not self._residence.has_arrived():
                 self._residence.order_after()
             self._end()
@@ -505,17 +529,21 @@ class _Late:
             raise self.error
 
     def _compare(self, first: int, end: int) -> None:
-        versions = list(map(version_of, self._leaves[first:end]))
-        if versions != self._versions[first:end]:
-            changed = next(i for i, found in enumerate(versions, first) if found != self._versions[i])
-            self.error = StagingError(
-                f"{self._planned.fqn(self._items[changed])!r} was changed after save() and before "
-                f"guard() let it: wrap whatever changes parameters or optimizer states in guard(optimizer)"
-            )
+        versions = list(map(version_of, self._tensors[first:end]))
+        if versions == self._versions[first:end]:
+            return
+        late = self._planned.late_leaves
+        for leaf, found in enumerate(versions, first):
+            if found != self._versions[leaf] and leaf in late:
+                self.error = StagingError(
+                    f"{self._planned.fqn(late[leaf])!r} was changed after save() and before guard() let it: "
+                    f"wrap whatever changes parameters or optimizer states in guard(optimizer)"
+                )
+                return
 
     def _end(self) -> None:
         self.is_over = True
-        self._leaves = []
+        self._tensors = []
 
 
 class Checkpointer:
@@ -546,7 +574,7 @@ class Checkpointer:
         self._config = CheckpointConfig.build(config, settings)
         self._group = process_group
         self._place = _find_place(process_group)
-        self._num_saves = 0
+        self._num_saves: Counter[int] = Counter()
         self._coordinator: _Coordinator | None = None
         self._seen_plan = ""
         self._storage_options = dict(storage_options or {})
@@ -584,13 +612,13 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, or the state cannot be saved.
         """
         self._check_open()
-        view = View(state)
-        planned = self._plan(state, view)
-        planned.release_tensors()
-        planned.foresee_metadata(self._path(0), uuid.uuid4().hex)
-        tensors = view.locals
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        return self._engine.prewarm([tensor.nbytes for tensor in tensors], devices)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            planned = self._plan(state, View(state))
+            planned.release_tensors()
+            planned.foresee_metadata(self._path(0), uuid.uuid4().hex)
+            tensors = local_tensors(state)
+            devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+            return self._engine.prewarm([tensor.nbytes for tensor in tensors], devices)
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
         """Save `state` as step `step`.
@@ -620,30 +648,13 @@ class Checkpointer:
             watch_exit()
         handle = SaveHandle(step, self._path(step))
         self._handles = [one for one in self._handles if not one.committed]
-        # The same on all ranks, for they call this for the same steps.
-        self._num_saves += 1
-        save_id = uuid.uuid5(uuid.UUID(self._place.run_id), str(self._num_saves)).hex
+        # The same on all ranks that save this step, whatever steps one of them has left out.
+        self._num_saves[step] += 1
+        save_id = uuid.uuid5(uuid.UUID(self._place.run_id), f"{step}.{self._num_saves[step]}").hex
         try:
-            view = View(state)
-            planned = self._plan(state, view)
-            residence = late = None
-            if planned.items and not planned.fits:
-                self._write_through(handle, planned, view, save_id)
-            else:
-                if planned.items:
-                    residence = planned.acquire(self._timeout_s)
-                    handle.prepared_s = time.perf_counter() - started
-                    try:
-                        planned.stage(residence, view)
-                    except BaseException:
-                        planned.give_back(residence)
-                        raise
-                    handle._residence = residence  # noqa: SLF001 - one room
-                    planned.foresee_metadata(handle.path, save_id)
-                if residence is not None and planned.late:
-                    late = _Late(planned, view, residence)
-                    self._late = [*(one for one in self._late if not one.is_over), late]
-                self._thread.submit(self._write, handle, planned, residence, late, save_id)
+            # Not inference tensors, whoever calls: what is kept for the next save could not be used by it.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._begin(handle, state, save_id, started)
         except BaseException as error:
             self._tell_others(handle, save_id, error)
             self._report(handle, error)
@@ -655,6 +666,30 @@ class Checkpointer:
             handle.result()
             handle.blocked_s = time.perf_counter() - started
         return handle
+
+    def _begin(self, handle: SaveHandle, state: Mapping[str, Any], save_id: str, started: float) -> None:
+        """Stage `state`, and have it written; or write it, if the budget does not hold it."""
+        view = View(state)
+        versions: list[int] = []
+        planned = self._plan(state, view, versions)
+        if planned.items and not planned.fits:
+            self._write_through(handle, planned, view, save_id)
+            return
+        residence = late = None
+        if planned.items:
+            residence = planned.acquire(self._timeout_s)
+            handle.prepared_s = time.perf_counter() - started
+            try:
+                planned.stage(residence, view)
+            except BaseException:
+                planned.give_back(residence)
+                raise
+            handle._residence = residence  # noqa: SLF001 - one room
+            planned.foresee_metadata(handle.path, save_id)
+        if residence is not None and planned.late:
+            late = _Late(planned, view, versions, residence)
+            self._late = [*(one for one in self._late if not one.is_over), late]
+        self._thread.submit(self._write, handle, planned, residence, late, save_id)
 
     @contextlib.contextmanager
     def guard(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -688,16 +723,33 @@ class Checkpointer:
         Raises:
             CheckpointError: There is no such step, or it cannot be read.
         """
-        found = self.latest() if step in ("latest", None) else int(step)
+        found, is_there = self._find(step)
         if self._place.world > 1:
             # One rank may see a checkpoint that another does not see yet.
-            found = _broadcast(found, self._group)
+            found, is_there = _broadcast((found, is_there), self._group)
         if found is None:
             return None
         path = self._path(found)
+        if not is_there:
+            raise CheckpointError(f"{path} holds no complete checkpoint")
         reader = StorageReader(path, self._config, storage_options=self._storage_options)
-        load(state, storage_reader=reader, process_group=self._group, no_dist=self._place.world == 1)
+        try:
+            load(state, storage_reader=reader, process_group=self._group, no_dist=self._place.world == 1)
+        except CheckpointException as error:
+            cause = _cause_of(error, path)
+            raise cause from error
         return found
+
+    def _find(self, step: int | str | None) -> tuple[int | None, bool]:
+        if step is None or step == "latest":
+            found = self.latest()
+            return found, found is not None
+        if isinstance(step, bool) or not str(step).isdecimal():
+            raise ConfigError(f"step: expected a number from 0, or 'latest', got {step!r}")
+        return int(step), self._is_complete(int(step))
+
+    def _is_complete(self, step: int) -> bool:
+        return open_storage(self._path(step), self._storage_options).read(METADATA, nbytes=0) is not None
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, ascending."""
@@ -706,7 +758,7 @@ class Checkpointer:
             text = name.removeprefix(_PREFIX).removesuffix("/")
             if name.startswith(_PREFIX) and name.endswith("/") and text.isdecimal():
                 step = int(text)
-                if open_storage(self._path(step), self._storage_options).read(METADATA, nbytes=0) is not None:
+                if self._is_complete(step):
                     found.append(step)
         return sorted(found)
 
@@ -747,23 +799,32 @@ class Checkpointer:
     def _path(self, step: int) -> str:
         return f"{self._root.rstrip('/')}/{_PREFIX}{step:0{_STEP_DIGITS}}"
 
-    def _plan(self, state: Mapping[str, Any], view: View) -> _Planned:
-        """Return the plan of `state`: the last one if it is still true, or a new one."""
+    def _plan(self, state: Mapping[str, Any], view: View, versions: list[int] | None = None) -> _Planned:
+        """Return the plan of `state`: the last one if it is still true, or a new one.
+
+        Args:
+            state: The state.
+            view: The same, walked.
+            versions: Takes those of the tensors, if the last plan is true and they are of interest.
+        """
         planned = self._planned
         if (
             planned is not None
             and planned.is_reusable
+            and planned.signature is not None
             and view.is_simple
             and planned.relies_on == self._coordinator
-            and planned.signature.matches(view)
+            and planned.signature.matches(view, versions if planned.late else None)
             and planned.refresh(state)
         ):
             return planned
-        if planned is not None and not planned.signature.has_structure_of(view):
+        if planned is not None and not (planned.signature and planned.signature.is_like(view)):
             # What the coordinator saves will have changed, too.
             self._coordinator = None
             self._seen_plan = ""
         self._forget_plan()
+        if versions:
+            versions.clear()
         addresses = {address for optimizer in self._optimizers for address in _addresses_of(optimizer)}
         self._planned = _Planned(
             self._engine,
@@ -791,12 +852,17 @@ class Checkpointer:
     ) -> None:
         """Write and publish what was staged; in the background."""
         try:
-            storage = self._claim(handle, save_id)
+            storage = open_storage(handle.path, self._storage_options)
             if residence is None:
                 # Other ranks save all that this one has.
+                self._claim(storage, save_id)
                 written = Written(lay_out_image([], 1, 1), (), [])
             else:
-                written = self._engine.write_staged(storage, save_id, self._place.rank, residence)
+                written = self._engine.write_staged(
+                    storage, save_id, self._place.rank, residence, lambda: self._claim(storage, save_id)
+                )
+            # Before the residence is let go: there is no instant at which it is not staged.
+            handle._has_arrived = True  # noqa: SLF001 - one room
             if late is not None:
                 late.check()
             self._publish(handle, planned, storage, written, save_id)
@@ -824,17 +890,16 @@ class Checkpointer:
         # Saves before it are written first: they hold the memory.
         for earlier in self._handles:
             earlier._future.exception()  # noqa: SLF001 - one room
-        storage = self._claim(handle, save_id)
+        storage = open_storage(handle.path, self._storage_options)
+        self._claim(storage, save_id)
         written = planned.write_through(storage, save_id, view)
         self._publish(handle, planned, storage, written, save_id)
         self._complete(handle, save_id)
 
-    def _claim(self, handle: SaveHandle, save_id: str) -> Storage:
-        storage = open_storage(handle.path, self._storage_options)
+    def _claim(self, storage: Storage, save_id: str) -> None:
         storage.prepare()
         if self._place.is_coordinator:
             claim(storage, save_id)
-        return storage
 
     def _publish(
         self, handle: SaveHandle, planned: _Planned, storage: Storage, written: Written, save_id: str
@@ -881,12 +946,14 @@ class Checkpointer:
         """
         started = time.monotonic()
         pause, pause_s = threading.Event(), _FIRST_POLL_S
+        # The coordinator sees who is missing: the others wait for its word a little longer.
+        timeout_s = self._timeout_s if self._place.is_coordinator else 1.5 * self._timeout_s
         while True:
             yield
             waited_s = time.monotonic() - started
             for rank, message in failures(storage, save_id).items():
                 raise CommitError(f"rank {rank} gave the save up: {message}", rank=rank)
-            if waited_s > self._timeout_s:
+            if waited_s > timeout_s:
                 ranks = missing()
                 raise MissingRanks(
                     f"waited {waited_s:.0f} s (--distributed-timeout-minutes) for rank"
@@ -913,6 +980,8 @@ class Checkpointer:
     def _tell_others(self, handle: SaveHandle, save_id: str, error: BaseException) -> None:
         """Leave word that this rank gave up the save: the others need not wait for it."""
         if self._place.world > 1:
+            # What the coordinator saves may be what has changed.
+            self._coordinator, self._seen_plan = None, ""
             with contextlib.suppress(CheckpointError):
                 storage = open_storage(handle.path, self._storage_options)
                 storage.prepare()
@@ -928,7 +997,8 @@ class Checkpointer:
 
     def _report(self, handle: SaveHandle, error: BaseException) -> None:
         """Log a failure at once: nobody may ever ask for the result."""
-        _LOG.error("the save of step %d failed: %s: %s", handle.step, type(error).__name__, error)
+        # As text: a handler that keeps records would keep the traceback, and so the state.
+        _LOG.error("the save of step %d failed: %s", handle.step, f"{type(error).__name__}: {error}")
         note_failure()
         traceback.clear_frames(error.__traceback__)
         if not isinstance(error, CheckpointError):
@@ -936,6 +1006,16 @@ class Checkpointer:
             told.__cause__ = error
             error = told
         handle._future.set_exception(error)  # noqa: SLF001 - one room
+
+
+def _cause_of(error: CheckpointException, path: str) -> CheckpointError:
+    """Return our own error among those that torch has gathered, or one that says what it gathered."""
+    failures_by_rank = {rank: failure[0] for rank, failure in error.failures.items()}
+    for failure in failures_by_rank.values():
+        if isinstance(failure, CheckpointError):
+            return failure
+    rank, failure = next(iter(failures_by_rank.items()))
+    return CheckpointError(f"{path} cannot be loaded into the state: {failure} (rank {rank})", rank=rank)
 
 
 def _find_place(group: ProcessGroup | None) -> Place:

@@ -201,7 +201,7 @@ def read_partial(storage: Storage, save_id: str, rank: int) -> PartialManifest |
         return None
     head, mark, items = bytes(data).partition(_ITEMS)
     manifest = _parse(storage, name, bytearray(head + b"}" if mark else head))
-    if not mark or not isinstance(manifest.get("files"), dict):
+    if not mark or not data.endswith(b"]}}") or not isinstance(manifest.get("files"), dict):
         raise IntegrityError(f"{storage.url}/{name} names no files or no items", file=name)
     ref = ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest["files"])
     return PartialManifest(ref, manifest, items[:-1])

@@ -31,13 +31,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distckpt import observe
-from distckpt.arena import PAGE_BYTES, Arena, Range, align, available_memory
+from distckpt.arena import EXTENT_BYTES, PAGE_BYTES, Arena, Range, align, available_memory
 from distckpt.config import local_ranks
 from distckpt.coordination import ProgressDeadline
 from distckpt.device import Transfer, refuse_capture
 from distckpt.errors import WorkerDied, WriteError
 from distckpt.formats import Format, open_format
-from distckpt.image import Image, lay_out_image
+from distckpt.image import Image, ImagePart, lay_out_image
 from distckpt.lanes import Lanes, open_lanes
 from distckpt.staging import CopyTicket, HostCopy, Item, StagedUse, Stager
 from distckpt.worker import CHECKSUM_BLOCK_BYTES, Board, Job, Part, Plan
@@ -58,8 +58,8 @@ _WAIT_FOR_LANE_S = 0.2
 _ABORT_S = 5.0
 _GROUP_BYTES = 128 << 20
 """Parts of about this size together are staged in waves before lanes are told."""
-_RESIDENT_GROUP_BYTES = 512 << 20
-"""The same in a residence: a word costs the copy engine 70 microseconds, a percent of 512 MiB."""
+_RESIDENT_GROUP_BYTES = 1 << 30
+"""The same in a residence: a word costs the copy engine about 70 microseconds."""
 _SLOTS_PER_LANE = 4
 _FRAME_BYTES = 2048
 """About what surrounds a tensor in a file, alignment included."""
@@ -276,9 +276,14 @@ class Residence:
         total = sum(align(part.nbytes, PAGE_BYTES) for part in parts)
         num_spans = [len(part.spans) // 2 for part in parts]
         board_bytes = Board.nbytes(num_spans)
-        if total > _PREPARED_BYTES:
-            self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + total + board_bytes)
-        board_range = self._reserve(board_bytes)
+        prepared = self._arena.prepare(
+            self._arena.reserved_bytes - self._arena.unused_bytes + total + align(board_bytes, PAGE_BYTES)
+        )
+        if devices:
+            # Registering memory and launching copies wait for each other in the driver: doing both slab by
+            # slab takes half as long again as one after the other.
+            prepared.result(self._timeout_s)
+        board_range = self._reserve(board_bytes, board_bytes)
         board_address = self._arena.address(board_range)
         memory = (ctypes.c_char * board_bytes).from_address(board_address)
         self._board = Board(memoryview(memory).cast("B"), num_spans)
@@ -286,20 +291,16 @@ class Residence:
         words = board_address + self._board.ready_offset
         transfers = (self._early, self._main) if self._late else (self._main, self._main)
         self._main.begin()
-        first = 0
-        filled_bytes = 0
-        for number, part in enumerate(parts):
-            taken = self._reserve(part.nbytes) if part.nbytes else Range(board_range.slab, 0, 0)
-            file = self.image.files[part.file]
-            address = self._arena.address(taken)
-            self._host += self._stager.fill(items, file, part.low, part.high, address, transfers, self._late)
-            part.pieces = [(taken.slab, taken.offset, part.nbytes)] if part.nbytes else []
-            filled_bytes += part.nbytes
-            if filled_bytes >= _RESIDENT_GROUP_BYTES or number == len(parts) - 1:
-                self._main.add_words(words + 8 * first, number + 1 - first)
+        first = number = filled_bytes = 0
+        while number < len(parts):
+            filled = self._fill_extent(items, number, transfers)
+            number += len(filled)
+            filled_bytes += sum(part.nbytes for part in filled)
+            if filled_bytes >= _RESIDENT_GROUP_BYTES or number == len(parts):
+                self._main.add_words(words + 8 * first, number - first)
                 if not self._late:
-                    self._run_group(sources, range(first, number + 1))
-                first, filled_bytes = number + 1, 0
+                    self._run_group(sources, range(first, number))
+                first, filled_bytes = number, 0
         if self._late:
             self._early.launch(sources, caller_waits=True)
             self._main.run(sources)
@@ -318,8 +319,38 @@ class Residence:
             for part in parts:
                 self.board.set_ready(part, self._main.tag)
 
-    def _reserve(self, nbytes: int) -> Range:
-        taken = self._arena.reserve(nbytes, timeout_s=self._timeout_s, on_wait=self._stager.collect)
+    def _fill_extent(
+        self, items: Sequence[Item], first: int, transfers: Sequence[Transfer]
+    ) -> list[ImagePart]:
+        """Lay parts of one file, from number `first` on, where they follow each other in memory too.
+
+        A tensor that lies in several of them is then one copy.
+        """
+        parts = self.image.parts
+        run, nbytes = [parts[first]], parts[first].nbytes
+        for part in parts[first + 1 :]:
+            if part.file != run[0].file or part.low != run[-1].high or nbytes + part.nbytes > EXTENT_BYTES:
+                break
+            run.append(part)
+            nbytes += part.nbytes
+        if nbytes == 0:
+            return run
+        taken = self._reserve(nbytes, run[0].nbytes)
+        while nbytes > taken.nbytes:
+            nbytes -= run.pop().nbytes
+        used = align(nbytes, PAGE_BYTES)
+        if used < taken.nbytes:
+            self._ranges[-1] = Range(taken.slab, taken.offset, used)
+            self._arena.release(Range(taken.slab, taken.offset + used, taken.nbytes - used))
+        file, low = self.image.files[run[0].file], run[0].low
+        address = self._arena.address(taken)
+        self._host += self._stager.fill(items, file, low, run[-1].high, address, transfers, self._late)
+        for part in run:
+            part.pieces = [(taken.slab, taken.offset + part.low - low, part.nbytes)]
+        return run
+
+    def _reserve(self, most: int, least: int) -> Range:
+        taken = self._arena.reserve_some(most, least, timeout_s=self._timeout_s, on_wait=self._stager.collect)
         self._ranges.append(taken)
         return taken
 
@@ -423,7 +454,7 @@ class Engine:
         observe.emit("state.staged", seconds=time.monotonic() - started)
         return staged, ticket
 
-    def lay_out(self, items: Sequence[Item], late: Collection[int] = ()) -> Image:
+    def lay_out(self, items: Sequence[Item], late: Collection[int] = (), run: int = 1) -> Image:
         """Lay out the files of one rank; see `image.lay_out_image`."""
         homes = [item.home for item in items]
         late = frozenset(late)
@@ -433,6 +464,7 @@ class Engine:
             self.part_bytes,
             order=[index in late for index in range(len(items))] if late else (),
             homes=homes if any(homes) else (),
+            run=run,
             checksums=self._checksums,
         )
 
@@ -448,7 +480,7 @@ class Engine:
         """
         late = _late_copies(items, late)
         with collector_paused():
-            image = self.lay_out(items, late)
+            image = self.lay_out(items, late, run=max(1, EXTENT_BYTES // self.part_bytes))
         if self._need(image) > self.arena.budget_bytes:
             return None
         return Residence(
@@ -503,10 +535,28 @@ class Engine:
             waves.release()
             return written
 
-    def write_staged(self, storage: Storage, save_id: str, rank: int, residence: Residence) -> Written:
-        """Write what was staged in `residence`, once for each staging, successful or not; see `write`."""
+    def write_staged(
+        self,
+        storage: Storage,
+        save_id: str,
+        rank: int,
+        residence: Residence,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Written:
+        """Write what was staged in `residence`, once for each staging, successful or not; see `write`.
+
+        Args:
+            storage: As for `write`.
+            save_id: As for `write`.
+            rank: As for `write`.
+            residence: Holds it.
+            meanwhile: Called once the lanes are at work; what it raises fails the save.
+
+        Returns:
+            What was written.
+        """
         with self._turn(storage, rank):
-            return _Run(self, storage, save_id, rank, residence.image, residence).run()
+            return _Run(self, storage, save_id, rank, residence.image, residence, meanwhile).run()
 
     def drop(self, residence: Residence) -> None:
         """Give up `residence`, which no save uses any more."""
@@ -778,6 +828,7 @@ class _Run:
         rank: int,
         image: Image,
         memory: Residence | _Waves,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine = engine
         self._lanes = engine.lanes
@@ -786,6 +837,7 @@ class _Run:
         self._rank = rank
         self._image = image
         self._memory = memory
+        self._meanwhile = meanwhile
         self._deadline = engine.deadline
         self._names: tuple[str, ...] = ()
 
@@ -830,6 +882,7 @@ class _Run:
             if is_complete and not pushed_all:
                 pushed_all = True
                 self._lanes.finish()
+                self._meanwhile()
             patience = 0.0 if numbers else _WAIT_FOR_LANE_S if pushed_all else _WAIT_FOR_SLOT_S
             is_over = self._lanes.poll(patience)
             memory.has_arrived()

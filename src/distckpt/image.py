@@ -4,13 +4,12 @@ Pure: sizes in, places out; what the bytes are and where they lie in memory is t
 
 Invariants:
     * Every byte of every file is in exactly one part; parts of a file ascend.
-    * Parts are in the order in which they are staged: one of each file in turn, so that all lanes have work.
+    * Parts are in the order in which they are staged: some of each file in turn, so that no lane waits.
     * A span never crosses a part, and ends at every multiple of the checksum block.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -109,6 +108,7 @@ def lay_out_image(
     *,
     order: Sequence[int] = (),
     homes: Sequence[tuple[int, int] | None] = (),
+    run: int = 1,
     checksums: bool = True,
 ) -> Image:
     """Lay out the files of one rank.
@@ -119,6 +119,7 @@ def lay_out_image(
         part_bytes: Bytes of a part, at most; a multiple of the checksum block.
         order: For each item a class; within a file those of one class lie together, in ascending order.
         homes: For each item (slab, offset in the slab) at which it lies in the arena already, or None.
+        run: How many parts of each file are staged in turn.
         checksums: Whether checksums are taken.
 
     Returns:
@@ -136,7 +137,10 @@ def lay_out_image(
         file = ImageFile(indices, layout.offsets, layout.nbytes, num_unstaged)
         files.append(file)
         parts_by_file.append(list(_parts(number, file, sizes, homes, part_bytes, checksums)))
-    parts = [part for turn in itertools.zip_longest(*parts_by_file) for part in turn if part is not None]
+    longest = max(map(len, parts_by_file), default=0)
+    parts = [
+        part for first in range(0, longest, run) for own in parts_by_file for part in own[first : first + run]
+    ]
     return Image(list(sizes), files, parts)
 
 

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ except (ImportError, AttributeError):
     TensorGuards = None
 
 _STRETCH = 256
+_NUMBERS = list(range(_STRETCH))
+# Compares all addresses in one call; only torch with CUDA has it.
+_addresses_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # noqa: SLF001
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _local = operator.attrgetter("_local_tensor")
 _spec = operator.attrgetter("_spec")
@@ -43,7 +46,7 @@ class View:
 
     Attributes:
         leaves: The tensors, in the order of the containers.
-        paths: For each, the keys that lead to it.
+        paths: For each, the keys that lead to it, those of mappings spelt as text, as torch's planner does.
         structure: Keys and types of what every container holds.
     """
 
@@ -59,7 +62,7 @@ class View:
         self.locals: list[torch.Tensor] = self.leaves
         """The part of each tensor that lies on this rank."""
         if DTensor in kinds:
-            self.specs = [_spec(leaf) for leaf in self.leaves if type(leaf) is DTensor]
+            self.specs = [(_spec(leaf), leaf.requires_grad) for leaf in self.leaves if type(leaf) is DTensor]
             self.locals = [_local(leaf) if type(leaf) is DTensor else leaf for leaf in self.leaves]
             self.is_simple = self.is_simple and set(map(type, self.locals)) <= _PLAIN
 
@@ -68,6 +71,8 @@ class View:
             keys: Sequence[Any] = list(container)
             entries = list(container.values())
             self.structure.append(keys)
+            if prefix is not None:
+                keys = list(map(str, keys))
         else:
             keys, entries = range(len(container)), list(container)
         kinds = list(map(type, entries))
@@ -96,28 +101,41 @@ class Signature:
         self._structure = view.structure
         self._specs = view.specs
         self._num_tensors = len(view.locals)
-        self._stretches = [
-            _Stretch(view.locals[first : first + _STRETCH]) for first in range(0, self._num_tensors, _STRETCH)
-        ]
+        with torch.enable_grad():
+            self._stretches = [
+                _Stretch(view.locals[first : first + _STRETCH])
+                for first in range(0, self._num_tensors, _STRETCH)
+            ]
 
     @property
     def addresses(self) -> list[int]:
         """Where each tensor lies."""
         return [address for stretch in self._stretches for address in stretch.addresses]
 
-    def has_structure_of(self, view: View) -> bool:
-        """Say whether `view` has walked a state with the same containers and keys."""
-        return bool(self._structure == view.structure)
+    def is_like(self, view: View) -> bool:
+        """Say whether `view` has walked a state with the same entries, wherever they lie."""
+        return self._all(view, lambda stretch, tensors: stretch.is_like(tensors))
 
-    def matches(self, view: View) -> bool:
-        """Say whether `view` has walked a state with this signature."""
+    def matches(self, view: View, versions: list[int] | None = None) -> bool:
+        """Say whether `view` has walked a state with this signature.
+
+        Args:
+            view: The state.
+            versions: If given, the version of each tensor is appended, at less cost than apart from this.
+        """
+        return self._all(view, lambda stretch, tensors: stretch.matches(tensors, versions))
+
+    def _all(self, view: View, question: Callable[[_Stretch, list[torch.Tensor]], bool]) -> bool:
         tensors = view.locals
         if self._structure != view.structure or self._specs != view.specs:
             return False
-        return len(tensors) == self._num_tensors and all(
-            stretch.matches(tensors[first : first + _STRETCH])
-            for first, stretch in zip(range(0, self._num_tensors, _STRETCH), self._stretches, strict=True)
-        )
+        firsts = range(0, self._num_tensors, _STRETCH)
+        # Where gradients are off, the guards take nothing to require one.
+        with torch.enable_grad():
+            return len(tensors) == self._num_tensors and all(
+                question(stretch, tensors[first : first + _STRETCH])
+                for first, stretch in zip(firsts, self._stretches, strict=True)
+            )
 
 
 class _Stretch:
@@ -137,12 +155,26 @@ class _Stretch:
         else:
             self._kinds = list(map(_kind, tensors))
 
-    def matches(self, tensors: list[torch.Tensor]) -> bool:
-        if self._guards is None:
-            same = self._kinds == list(map(_kind, tensors))
-        else:
-            same = self._guards.check(*tensors)
-        return same and self.addresses == list(map(torch.Tensor.data_ptr, tensors))
+    def is_like(self, tensors: list[torch.Tensor]) -> bool:
+        if self._guards is not None:
+            return bool(self._guards.check(*tensors))
+        try:
+            return self._kinds == list(map(_kind, tensors))
+        except RuntimeError:
+            # A tensor that is no plain memory any more has no strides.
+            return False
+
+    def matches(self, tensors: list[torch.Tensor], versions: list[int] | None) -> bool:
+        if not (self.is_like(tensors) and self._has_addresses_of(tensors)):
+            return False
+        if versions is not None:
+            versions += map(version_of, tensors)
+        return True
+
+    def _has_addresses_of(self, tensors: list[torch.Tensor]) -> bool:
+        if _addresses_equal is not None:
+            return bool(_addresses_equal(tensors, self.addresses, _NUMBERS[: len(tensors)]))
+        return self.addresses == list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -152,11 +184,11 @@ def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def local_tensors(state: Mapping[Any, Any]) -> list[torch.Tensor]:
-    """Return the tensors of this rank in `state`, as far as they are plain memory."""
+    """Return the tensors of this rank in `state`, as far as they are strided memory."""
     found: list[torch.Tensor] = []
     for leaf in View(state).locals:
         if isinstance(leaf, ShardedTensor):
             found += [shard.tensor for shard in leaf.local_shards()]
-        else:
+        elif leaf.layout is torch.strided:
             found.append(leaf)
     return found

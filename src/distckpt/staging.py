@@ -56,8 +56,6 @@ _LOG = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 _LOST_SLABS: list[Slab] = []
 """Slabs to which a copy that nobody waits for any more may write: mapped until the process ends."""
-_PREPARED_BYTES = 128 << 20
-"""Less than this is not worth threads that build it."""
 _MEMMOVE_BYTES = 1 << 20
 """Above this, torch's copy, which uses several threads, is faster than memmove."""
 _SMALL_BYTES = 64 << 10
@@ -513,8 +511,10 @@ class Stager:
         self._arena.check(total)
         lease = Lease(self._arena, use or StagedUse())
         self.use_devices({slot.tensor.device for slot in slots if slot.tensor.is_cuda})
-        if total > _PREPARED_BYTES:
-            self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + total)
+        prepared = self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + total)
+        if any(slot.tensor.is_cuda for slot in slots):
+            # See Residence: not slab by slab.
+            prepared.result(self._timeout_s)
         transfer = Transfer(self.devices)
         sources = [slot.tensor.detach() if slot.tensor.is_cuda else None for slot in slots]
         try:

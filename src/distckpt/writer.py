@@ -305,7 +305,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             CheckpointError: The writer is closed.
         """
         engine = self._get_engine()
-        tensors = [leaf for leaf in local_tensors(state_dict) if leaf.layout is torch.strided]
+        tensors = local_tensors(state_dict)
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         return engine.prewarm([tensor.nbytes for tensor in tensors], devices, before_plan=True)
 
@@ -430,7 +430,9 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
                 "the plan, cached or made by the planner, states another dtype than %d tensors have; "
                 "the metadata will state what was written: %s", len(dtypes), _first(dtypes)
             )  # fmt: skip
-        written = engine.write(storage, save.save_id, rank, items)
+        # Not inference tensors, whoever calls: packing buffers are kept for the next save.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            written = engine.write(storage, save.save_id, rank, items)
         del items
         if written is None:
             return []

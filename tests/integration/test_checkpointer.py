@@ -66,8 +66,15 @@ def workers(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def checkpointer(tmp_path: Path, workers: int) -> Iterator[Checkpointer]:
+def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
     """Saves in the background, to the test's own directory."""
+    with Checkpointer(tmp_path, async_save=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def either(tmp_path: Path, workers: int) -> Iterator[Checkpointer]:
+    """The same, in this process or in two of its own."""
     with Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers) as opened:
         yield opened
 
@@ -91,7 +98,8 @@ def used_bytes(checkpointer: Checkpointer) -> int:
 def blank(value: Any) -> Any:
     """Return what `value` can be restored into."""
     if isinstance(value, torch.Tensor):
-        return torch.zeros(value.shape, dtype=value.dtype)
+        # Not zeros: there are dtypes that cannot be filled.
+        return random_tensor(tuple(value.shape), value.dtype, seed=1)
     if isinstance(value, dict):
         return {key: blank(entry) for key, entry in value.items()}
     if isinstance(value, list) and any(isinstance(entry, torch.Tensor) for entry in value):
@@ -196,15 +204,28 @@ def test_a_model_and_its_optimizer_resume(checkpointer: Checkpointer) -> None:
 
 
 def test_keys_that_are_no_strings(checkpointer: Checkpointer, tmp_path: Path) -> None:
-    state: State = {"a": {0: 5, 1: torch.ones(2)}, "b": [{2: "x", "t": torch.ones(1)}], "c": {(1, 2): 7}}
-    for step in range(3):
-        state["a"][0] = step
-        state["a"][1].fill_(step)
+    state: State = {
+        "objects": {0: 5, (1, 2): "x"},
+        "tensors": {1: torch.ones(2)},
+        "list": [{2: "y", "t": torch.ones(1)}],
+    }
+    expected: list[State] = []
+    for step in range(4):
+        state["objects"][0] = step
+        state["tensors"][1].fill_(step)
+        expected.append({
+            "objects": {"0": step, "(1, 2)": "x"},
+            "tensors": {"1": torch.full((2,), float(step))},
+            "list": [{"2": "y", "t": torch.ones(1)}],
+        })  # fmt: skip
+        if step == 2:
+            # The objects alone, which is another state.
+            checkpointer.save(9, {"objects": state["objects"]}).result(WAIT_S)
+            checkpointer.save(9, {"objects": state["objects"]}).result(WAIT_S)
         checkpointer.save(step, state).result(WAIT_S)
-        found = read_with_torch(path_of(tmp_path, step))
-        assert_same(found["a"], {"0": step, "1": torch.full((2,), float(step))})
-        assert found["b"][0]["2"] == "x"
-        assert found["c"] == {"(1, 2)": 7}
+    for step, values in enumerate(expected):
+        assert_same(read_with_torch(path_of(tmp_path, step)), values)
+    assert_same(read_with_torch(path_of(tmp_path, 9)), {"objects": expected[2]["objects"]})
 
 
 def test_a_state_of_nothing(checkpointer: Checkpointer, tmp_path: Path) -> None:
@@ -315,15 +336,15 @@ def test_tensors_that_cannot_be_saved(checkpointer: Checkpointer) -> None:
     assert_same(target, {"b": torch.full((1000,), 4.0)})
 
 
-@pytest.mark.parametrize("earlier", [0, 1, 3])
-def test_changes_after_the_save_returned(tmp_path: Path, checkpointer: Checkpointer, earlier: int) -> None:
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_changes_after_the_save_returned(tmp_path: Path, either: Checkpointer, earlier: int) -> None:
     trainer = Trainer(tmp_path)
     for step in range(earlier):
-        checkpointer.save(step, trainer.state).result(WAIT_S)
+        either.save(step, trainer.state).result(WAIT_S)
         trainer.step()
     expected = trainer.values()
-    with held_back(checkpointer):
-        handle = checkpointer.save(9, trainer.state)
+    with held_back(either):
+        handle = either.save(9, trainer.state)
         assert handle.staged
         trainer.step()
         trainer.rearrange()
@@ -367,10 +388,11 @@ class Walk:
         self.state["large"] = self.state["large"].clone()
 
     def count(self) -> None:
-        self.state["step"] += 1
+        if type(self.state["step"]) is int:
+            self.state["step"] += 1
 
     def grow_objects(self) -> None:
-        self.state["step"] *= 1000
+        self.state["step"] = 10 ** len(self.state["history"])
         self.state["history"].append(self._number)
 
     def other_type(self) -> None:
@@ -407,28 +429,28 @@ class Walk:
             parameter.requires_grad_(not parameter.requires_grad)
 
     changes = (
-        move, move_and_free, count, grow_objects, other_type, add, remove, reorder, reshape, transpose, reinterpret,
-        tie, freeze,
+        move, move_and_free, count, grow_objects, other_type, add, remove, reorder, reshape, transpose,
+        reinterpret, tie, freeze,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad], ids=["grad", "no_grad"])
 def test_any_walk_of_a_state(
     tmp_path: Path,
-    checkpointer: Checkpointer,
+    either: Checkpointer,
     rng: random.Random,
     mode: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     walk = Walk(rng)
     expected, handles = [], []
-    for step in range(40):
+    for step in range(30):
         expected.append(copy.deepcopy(walk.state))
         with mode():
-            handles.append(checkpointer.save(step, walk.state))
+            handles.append(either.save(step, walk.state))
         if rng.random() < 0.3:
             handles[-1].result(WAIT_S)
         walk.go()
-    checkpointer.wait()
+    either.wait()
     for step, state in enumerate(expected):
         read = read_with_torch if step % 2 else read_with_distckpt
         assert_same(read(path_of(tmp_path, step)), state, str(step))
@@ -456,8 +478,8 @@ def test_what_is_planned_anew(checkpointer: Checkpointer) -> None:
     walk.state["large"] = walk.state["large"].detach()
     assert not is_planned_anew()
     for change in (
-        Walk.move, Walk.move_and_free, Walk.grow_objects, Walk.other_type, Walk.add, Walk.remove, Walk.reshape,
-        Walk.transpose, Walk.reinterpret, Walk.tie, Walk.freeze,
+        Walk.move, Walk.move_and_free, Walk.grow_objects, Walk.other_type, Walk.add, Walk.remove,
+        Walk.reshape, Walk.transpose, Walk.reinterpret, Walk.tie, Walk.freeze,
     ):  # fmt: skip
         change(walk)
         assert is_planned_anew(), change
@@ -477,7 +499,7 @@ def test_steps(tmp_path: Path) -> None:
         checkpointer.wait()
         # What is not a step that is complete.
         root = tmp_path / "not" / "there"
-        for name in ("step-00000099", "step-x", "step-", "other", "step-00000098/.metadata"):
+        for name in ("step-00000099", "step-x", "step-", "other", "step-00000098/.distckpt"):
             (root / name).mkdir(parents=True)
         (root / "step-00000097").touch()
         (root / "step-00000096.tmp").mkdir()
@@ -503,12 +525,12 @@ def test_a_step_that_is_not_there(checkpointer: Checkpointer, tmp_path: Path) ->
     assert checkpointer.restore(state, 0) == 0
 
 
-def test_a_step_is_saved_again(checkpointer: Checkpointer, tmp_path: Path) -> None:
+def test_a_step_is_saved_again(either: Checkpointer, tmp_path: Path) -> None:
     state: State = {"t": torch.zeros(3), "step": 0}
     for turn in range(4):
         state["t"].fill_(turn)
-        with held_back(checkpointer):
-            handle = checkpointer.save(5, state)
+        with held_back(either):
+            handle = either.save(5, state)
             if turn:
                 assert_same(
                     read_with_distckpt(path_of(tmp_path, 5)), {"t": torch.full((3,), turn - 1.0), "step": 0}
@@ -518,13 +540,13 @@ def test_a_step_is_saved_again(checkpointer: Checkpointer, tmp_path: Path) -> No
         metadata = FileSystemReader(path_of(tmp_path, 5)).read_metadata()
         named = {info.relative_path for info in metadata.storage_data.values()}
         assert named == {path.name for path in path_of(tmp_path, 5).glob("__*")}
-    assert checkpointer.steps() == [5]
+    assert either.steps() == [5]
     # Two at once: the later one is what stays.
-    with held_back(checkpointer):
+    with held_back(either):
         for turn in (7, 8):
             state["t"].fill_(turn)
-            checkpointer.save(5, state)
-    checkpointer.wait()
+            either.save(5, state)
+    either.wait()
     assert_same(read_with_torch(path_of(tmp_path, 5)), {"t": torch.full((3,), 8.0), "step": 0})
 
 
@@ -547,7 +569,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_prewarmed(checkpointer: Checkpointer, tmp_path: Path) -> None:
-    state = {"t": torch.zeros(20 * MIB, dtype=torch.uint8), "small": torch.ones(3), "step": 1}
+    state: State = {"t": torch.zeros(20 * MIB, dtype=torch.uint8), "small": torch.ones(3), "step": 1}
     reserved = checkpointer.prewarm(state).result(WAIT_S)
     planned = checkpointer._planned
     assert reserved >= 20 * MIB
@@ -589,10 +611,10 @@ def test_a_state_over_the_budget_is_written_through(
         checkpointer.save(9, small).result(WAIT_S)
         assert checkpointer.steps() == [0, 1, 2, 8, 9]
         checkpointer.wait()
-    said = [record for record in caplog.records if "budget" in record.message]
+    said = [record for record in caplog.records if "host memory budget" in record.getMessage()]
     assert len(said) == 1
     assert said[0].levelno == logging.WARNING
-    assert "--ckpt-host-memory" in said[0].message
+    assert "--ckpt-host-memory" in said[0].getMessage()
 
 
 def test_a_failure_over_the_budget(tmp_path: Path, workers: int) -> None:
@@ -609,20 +631,20 @@ def test_a_failure_over_the_budget(tmp_path: Path, workers: int) -> None:
         assert checkpointer.steps() == [1]
 
 
-def test_two_saves_in_flight_never_mix(checkpointer: Checkpointer, tmp_path: Path) -> None:
+def test_two_saves_in_flight_never_mix(either: Checkpointer, tmp_path: Path) -> None:
     state = {f"t{number}": torch.zeros(MIB + number, dtype=torch.uint8) for number in range(5)}
     for first in range(0, 8, 2):
-        with held_back(checkpointer):
+        with held_back(either):
             handles = []
             for step in (first, first + 1):
                 for tensor in state.values():
                     tensor.fill_(step)
-                handles.append(checkpointer.save(step, state))
+                handles.append(either.save(step, state))
             assert [handle.committed for handle in handles] == [False, False]
             assert [handle.staged for handle in handles] == [True, True]
             for tensor in state.values():
                 tensor.fill_(77)
-    checkpointer.wait()
+    either.wait()
     for step in range(8):
         expected = {name: torch.full_like(tensor, step) for name, tensor in state.items()}
         assert_same(read_with_torch(path_of(tmp_path, step)), expected, str(step))
@@ -737,16 +759,16 @@ FAULTS = [file_in_the_way, metadata_in_the_way, directory_taken_away, workers_ki
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_save_fails_in_the_background(
-    checkpointer: Checkpointer,
+    either: Checkpointer,
     tmp_path: Path,
     fault: Callable[[Path, Checkpointer], AbstractContextManager[None]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    state = {"t": torch.zeros(5 * MIB, dtype=torch.uint8), "step": 0}
-    checkpointer.save(0, state).result(WAIT_S)
-    used = used_bytes(checkpointer)
-    with fault(tmp_path, checkpointer):
-        handle = checkpointer.save(1, state)
+    state: State = {"t": torch.zeros(5 * MIB, dtype=torch.uint8), "step": 0}
+    either.save(0, state).result(WAIT_S)
+    used = used_bytes(either)
+    with fault(tmp_path, either):
+        handle = either.save(1, state)
         with pytest.raises(CheckpointError) as caught:
             handle.result(WAIT_S)
         assert isinstance(caught.value, WorkerDied) == (fault is workers_killed)
@@ -755,21 +777,21 @@ def test_a_save_fails_in_the_background(
     with pytest.raises(type(caught.value)):
         handle.result(0)
     assert "the save of step 1 failed" in caplog.text
-    assert checkpointer.steps() == [0]
-    assert used_bytes(checkpointer) == used
+    assert either.steps() == [0]
+    assert used_bytes(either) == used
     for step in (1, 2):
         state["t"].fill_(step)
-        checkpointer.save(step, state).result(WAIT_S)
+        either.save(step, state).result(WAIT_S)
         assert_same(read_with_torch(path_of(tmp_path, step)), state)
-        assert used_bytes(checkpointer) == used
+        assert used_bytes(either) == used
     # Told once more, and then not again.
     with pytest.raises(type(caught.value)):
-        checkpointer.wait()
-    checkpointer.wait()
+        either.wait()
+    either.wait()
     # A state of another kind takes the place of the first: nothing of that is kept.
-    checkpointer.save(3, {"small": torch.ones(1)}).result(WAIT_S)
-    checkpointer.save(4, {}).result(WAIT_S)
-    assert used_bytes(checkpointer) == 0
+    either.save(3, {"small": torch.ones(1)}).result(WAIT_S)
+    either.save(4, {}).result(WAIT_S)
+    assert used_bytes(either) == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
@@ -834,8 +856,7 @@ def test_what_a_handle_tells(checkpointer: Checkpointer, tmp_path: Path) -> None
         assert isinstance(handle, SaveHandle)
         assert (handle.step, handle.path) == (3, str(path_of(tmp_path, 3)))
         assert 0 < handle.prepared_s <= handle.blocked_s <= took
-        assert handle.staged
-        assert not handle.committed
+        assert (handle.staged, handle.committed) == (True, False)
         with pytest.raises(TimeoutError):
             handle.result(0.01)
         assert checkpointer.latest() is None
@@ -847,12 +868,12 @@ def test_what_a_handle_tells(checkpointer: Checkpointer, tmp_path: Path) -> None
 
 def test_staged_stays_staged(checkpointer: Checkpointer) -> None:
     """Watched without a pause: there is no instant at which it is not."""
-    seen: list[bool] = []
-    for step in range(5):
-        handle = checkpointer.save(step, {"t": torch.zeros(MIB)})
-        while not handle.committed:
-            seen.append(handle.staged)
-    assert all(seen)
+    for step in range(4):
+        handle = checkpointer.save(step, {"t": torch.zeros(1000)})
+        is_over = False
+        while not is_over:
+            is_over = handle.committed
+            assert handle.staged, step
 
 
 def test_close_waits_for_saves_that_are_under_way(tmp_path: Path, workers: int) -> None:
@@ -879,7 +900,7 @@ def test_a_checkpointer_that_failed_is_closed_without_a_word(tmp_path: Path, wor
         handle.result(0)
 
 
-def test_twenty_saves_leave_nothing_more_behind(checkpointer: Checkpointer) -> None:
+def test_twenty_saves_leave_nothing_more_behind(either: Checkpointer) -> None:
     state: State = {
         "t": torch.zeros(2 * MIB),
         "small": [torch.ones(number) for number in range(9)],
@@ -888,14 +909,14 @@ def test_twenty_saves_leave_nothing_more_behind(checkpointer: Checkpointer) -> N
     counts = []
     for step in range(20):
         state["step"] = step
-        checkpointer.save(step % 7, state).result(WAIT_S)
+        either.save(step % 7, state).result(WAIT_S)
         counts.append((
             len(os.listdir("/proc/self/fd")),
             len(os.listdir("/dev/shm")),
             threading.active_count(),
-            checkpointer._engine.arena.reserved_bytes,
-            used_bytes(checkpointer),
-            len(checkpointer._handles),
+            either._engine.arena.reserved_bytes,
+            used_bytes(either),
+            len(either._handles),
         ))  # fmt: skip
     assert counts[3:] == [counts[2]] * 17
 
@@ -921,56 +942,72 @@ def watch(state: State) -> Callable[[], list[str]]:
     """Return what says which tensors and which of their memory are still alive."""
     names = weakref.WeakValueDictionary(enumerate(tensors_of(state)))
     memory = [
-        StorageWeakRef(tensor.untyped_storage())
+        StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         for tensor in tensors_of(state)
         if type(tensor) is not TwoTensor
     ]
     return lambda: (
         [f"tensor {number}" for number in names]
-        + [f"memory {number}" for number, one in enumerate(memory) if not one.expired()]
+        + [f"memory {number}" for number, one in enumerate(memory) if not one.expired()]  # type: ignore[no-untyped-call]
     )
 
 
 @pytest.mark.parametrize("make", [reusable, not_reusable])
-def test_no_tensor_of_a_state_is_kept_alive(checkpointer: Checkpointer, make: Callable[[], State]) -> None:
-    with held_back(checkpointer):
+def test_no_tensor_of_a_state_is_kept_alive(either: Checkpointer, make: Callable[[], State]) -> None:
+    with held_back(either):
         for step in range(3):
             state = make()
             alive = watch(state)
             assert alive()
-            checkpointer.save(step, state)
+            either.save(step, state)
             if step:
-                checkpointer.save(10 + step, state)
+                either.save(10 + step, state)
             del state
             gc.collect()
             assert not alive(), "staged, but not written yet"
-    checkpointer.wait()
+    either.wait()
     state = make()
     alive = watch(state)
-    checkpointer.prewarm(state).result(WAIT_S)
+    either.prewarm(state).result(WAIT_S)
     del state
     gc.collect()
     assert not alive(), "prewarmed"
 
 
-def test_no_tensor_is_kept_alive_by_a_failure(tmp_path: Path) -> None:
+def test_no_tensor_is_kept_alive_by_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(
         tmp_path, async_save=True, ckpt_host_memory=BUDGET_FOR_ONE, distributed_timeout_minutes=0.005
     ) as checkpointer:
-        kept: list[BaseException] = []
+        # A record that is kept holds the error, and with it the frames that it passed through.
+        caplog.set_level(logging.CRITICAL, "distckpt")
         with held_back(checkpointer):
-            checkpointer.save(0, {"t": torch.zeros(STATE_BYTES, dtype=torch.uint8)})
-            for step, more in enumerate(({}, {"object": threading.Lock()}, {"more": torch.ones(2)}), start=1):
-                state: State = {"t": torch.zeros(STATE_BYTES, dtype=torch.uint8), **more}
-                alive = watch(state)
-                try:
-                    checkpointer.save(step, state)
-                except Exception as error:  # noqa: BLE001 - whatever it is
-                    kept.append(error)
-                del state
-                gc.collect()
-                assert not alive(), kept[-1]
-        assert len(kept) == 3
+            state: State = {"t": torch.zeros(STATE_BYTES, dtype=torch.uint8)}
+            alive = watch(state)
+            checkpointer.save(0, state)
+            with pytest.raises(StagingError, match="waited"):
+                checkpointer.save(1, state)
+            del state
+            gc.collect()
+            assert not alive()
+        checkpointer.wait()
+        others: list[State] = [{"object": threading.Lock()}, {"no values": torch.ones(2, device="meta")}]
+        for step, other in enumerate(others):
+            state = {"t": torch.zeros(STATE_BYTES, dtype=torch.uint8), **other}
+            alive = watch({"t": state["t"]})
+            with pytest.raises(Exception, match=r"pickle|meta"):
+                checkpointer.save(step, state)
+            del state
+            gc.collect()
+            assert not alive()
+        state = {"t": torch.zeros(STATE_BYTES, dtype=torch.uint8)}
+        alive = watch(state)
+        path_of(tmp_path, 9).touch()
+        handle = checkpointer.save(9, state)
+        error = handle._future.exception(WAIT_S)
+        del state
+        gc.collect()
+        assert isinstance(error, WriteError)
+        assert not alive()
 
 
 def test_no_tensor_is_kept_alive_after_it_was_written_through(tmp_path: Path) -> None:

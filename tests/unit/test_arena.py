@@ -44,7 +44,7 @@ def arena() -> Iterator[Arena]:
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes an arena of BUDGET bytes prepare its memory in 8 slabs of SLAB bytes."""
     monkeypatch.setattr(room, "MIN_SLAB_BYTES", SLAB)
-    monkeypatch.setattr(room, "_MOST_WINDOW_BYTES", SLAB)
+    monkeypatch.setattr(room, "EXTENT_BYTES", SLAB)
 
 
 class Gate:
@@ -111,7 +111,7 @@ def test_ranges_never_overlap_and_never_exceed_the_budget(steps: list[tuple[str,
     prepared: list[Future[int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "MIN_SLAB_BYTES", SLAB)
-        patch.setattr(room, "_MOST_WINDOW_BYTES", SLAB)
+        patch.setattr(room, "EXTENT_BYTES", SLAB)
         try:
             for what, number, other in steps:
                 if what in {"reserve", "some"}:
@@ -409,7 +409,7 @@ def test_memory_is_prepared_in_the_background(arena: Arena) -> None:
         (1, {PAGE_BYTES}),
         (100 << 20, {100 << 20}),
         (130 << 20, {128 << 20, 2 << 20}),
-        (32 * (200 << 20), {224 << 20, 128 << 20}),
+        (32 * (200 << 20), {128 << 20}),
         (64 << 30, {1 << 30}),
     ],
 )
@@ -801,7 +801,7 @@ AT_EXIT = """
 import threading, time
 from distckpt import arena as room
 room.MIN_SLAB_BYTES = 4096
-room._MOST_WINDOW_BYTES = 4096
+room.EXTENT_BYTES = 4096
 began = []
 def on_slab(slab):
     began.append(slab.index)
