@@ -88,6 +88,8 @@ _POLL_S = 0.002
 _FIRST_POLL_S = 0.01
 _LAST_POLL_S = 1.0
 _VERSIONS_AT_ONCE = 512
+_MOST_RESIDENCES = 2
+"""Saves of one state in flight: one is written, the next is staged."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -222,6 +224,7 @@ class _Planned:
             for number, (item, leaf) in enumerate(zip(self.items, self._leaf_of, strict=True))
             if leaf < 0 or (item.tensor is not None and not item.tensor.is_cuda)
         ]
+        self._image: Image | None = None
         self._table: ItemTable | None = None
         self._template: tuple[object, bytes, str, str] | None = None
         self._digest = ""
@@ -306,12 +309,14 @@ class _Planned:
         """Return memory for the state that no save uses; waits for one that is under way.
 
         Raises:
-            StagingError: None came free in time.
+            StagingError: None came free in time, or none is left.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._free:
-                if self._engine.has_room(self._residences) and self._new_residence() is not None:
+                if not self._residences:
+                    raise StagingError("the memory of the saves before was lost: the next save plans anew")
+                if self._new_residence() is not None:
                     continue
                 if not self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic()))) and (
                     time.monotonic() > deadline
@@ -338,12 +343,23 @@ class _Planned:
             while self._free:
                 self._drop(self._free.popleft())
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether all its memory was lost to copies or lanes that could not be stopped."""
+        return self.fits and bool(self.items) and not self._residences
+
     def _drop(self, residence: Residence) -> None:
         self._residences.remove(residence)
         self._engine.drop(residence)
 
     def _new_residence(self) -> Residence | None:
-        residence = self._engine.reside(self.items, self.late)
+        """Take memory for one more save, with the same image: the metadata describes that one."""
+        if not self._residences:
+            residence = self._engine.reside(self.items, self.late)
+        elif len(self._residences) < _MOST_RESIDENCES:
+            residence = self._engine.reside_beside(self._residences[0])
+        else:
+            return None
         if residence is not None:
             self._residences.append(residence)
             self._free.append(residence)
@@ -351,6 +367,7 @@ class _Planned:
 
     def _describe(self, image: Image) -> None:
         """Make what every save's manifest and metadata say; both take long for many items."""
+        self._image = image
         item_files, offsets = image.places()
         fqns = [item.index.fqn for item in self._write_items]
         with collector_paused():
@@ -393,10 +410,17 @@ class _Planned:
         return written
 
     def manifest(self, save_id: str, written: Written) -> Manifest:
-        """Return the manifest of one save."""
-        if self._table is None:
+        """Return the manifest of one save.
+
+        Raises:
+            CommitError: `written` is laid out otherwise than what the metadata describes.
+        """
+        if self._image is None:
             self._describe(written.image)
         assert self._table is not None
+        assert self._image is not None
+        if written.image is not self._image and written.image.files != self._image.files:
+            raise CommitError("not published: the files are laid out otherwise than the metadata says")
         return Manifest(
             save_id=save_id,
             rank=self._place.rank,
@@ -811,6 +835,7 @@ class Checkpointer:
         if (
             planned is not None
             and planned.is_reusable
+            and not planned.is_spent
             and planned.signature is not None
             and view.is_simple
             and planned.relies_on == self._coordinator

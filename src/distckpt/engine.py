@@ -132,7 +132,7 @@ class Residence:
         """Whether a lane that could not be stopped may still touch it: it is not used again."""
         self._arena = arena
         self._stager = stager
-        self._late = frozenset(late)
+        self.late = frozenset(late)
         self._timeout_s = timeout_s
         self._ranges: list[Range] = []
         self._host: list[HostCopy] = []
@@ -255,7 +255,7 @@ class Residence:
                 self._tag += 1
                 self.board.set_all_ready(self._tag)
             else:
-                self._main.launch(sources, caller_waits=not self._late)
+                self._main.launch(sources, caller_waits=not self.late)
                 self._tag = self._main.tag
         except BaseException:
             self._settle()
@@ -289,7 +289,7 @@ class Residence:
         self._board = Board(memoryview(memory).cast("B"), num_spans)
         self._board.clear()
         words = board_address + self._board.ready_offset
-        transfers = (self._early, self._main) if self._late else (self._main, self._main)
+        transfers = (self._early, self._main) if self.late else (self._main, self._main)
         self._main.begin()
         first = number = filled_bytes = 0
         while number < len(parts):
@@ -298,13 +298,13 @@ class Residence:
             filled_bytes += sum(part.nbytes for part in filled)
             if filled_bytes >= _RESIDENT_GROUP_BYTES or number == len(parts):
                 self._main.add_words(words + 8 * first, number - first)
-                if not self._late:
+                if not self.late:
                     self._run_group(sources, range(first, number))
                 first, filled_bytes = number, 0
-        if self._late:
+        if self.late:
             self._early.launch(sources, caller_waits=True)
             self._main.run(sources)
-        self._main.end(caller_waits=not self._late)
+        self._main.end(caller_waits=not self.late)
         self._tag = self._main.tag
         self.plan = Plan(
             self.plan_id,
@@ -344,7 +344,7 @@ class Residence:
             self._arena.release(Range(taken.slab, taken.offset + used, taken.nbytes - used))
         file, low = self.image.files[run[0].file], run[0].low
         address = self._arena.address(taken)
-        self._host += self._stager.fill(items, file, low, run[-1].high, address, transfers, self._late)
+        self._host += self._stager.fill(items, file, low, run[-1].high, address, transfers, self.late)
         for part in run:
             part.pieces = [(taken.slab, taken.offset + part.low - low, part.nbytes)]
         return run
@@ -492,10 +492,23 @@ class Engine:
             timeout_s=self.timeout_s,
         )
 
-    def has_room(self, residences: Sequence[Residence]) -> bool:
-        """Whether the budget holds one more residence like the last of `residences`, at once."""
+    def reside_beside(self, residence: Residence) -> Residence | None:
+        """Return another residence of the same image, for a save while `residence` is being written.
+
+        Returns:
+            The residence; None if the budget has no room for it at this time.
+        """
         free_bytes = self.arena.budget_bytes - self.arena.reserved_bytes + self.arena.unused_bytes
-        return not residences or self._need(residences[-1].image) <= free_bytes
+        if self._need(residence.image) > free_bytes:
+            return None
+        return Residence(
+            self.arena,
+            self.stager,
+            residence.image,
+            plan_id=self._new_plan_id(),
+            late=residence.late,
+            timeout_s=self.timeout_s,
+        )
 
     def _need(self, image: Image) -> int:
         """Return the bytes of a residence of `image`, with what may not fit to the ends of slabs."""

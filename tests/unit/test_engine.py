@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from distckpt.config import CheckpointConfig
-from distckpt.engine import Engine, Residence, Written
+from distckpt.engine import Engine, Written
 from distckpt.errors import StagingError, WorkerDied, WriteError
 from distckpt.formats import Frame
 from distckpt.lanes import WorkerLanes
@@ -308,12 +308,13 @@ def test_what_is_staged_is_staged_anew_without_the_tensors_of_devices(storage: S
 def test_two_residences_take_turns(storage: Storage) -> None:
     engine = opened("128MiB", 2)
     state = State()
-    residences: list[Residence] = []
-    for _ in range(2):
-        assert engine.has_room(residences)
-        residence = engine.reside(state.items(engine))
-        assert residence is not None
-        residences.append(residence)
+    first = engine.reside(state.items(engine))
+    assert first is not None
+    second = engine.reside_beside(first)
+    assert second is not None
+    assert second.image is first.image, "the metadata describes the files of both"
+    assert second.late == first.late
+    residences = [first, second]
     expected: list[list[bytes]] = [[], []]
     for number in range(6):
         turn = number % 2
@@ -353,7 +354,10 @@ def test_what_the_budget_does_not_hold_has_no_residence(engine: Engine) -> None:
     assert engine.reside([literal(bytes(24 * MIB))]) is None
     small = engine.reside([literal(b"data")])
     assert small is not None
-    assert not engine.has_room([small]) or engine.has_room([])
+    taken = engine.arena.try_reserve(engine.arena.budget_bytes)
+    assert taken is not None
+    assert engine.reside_beside(small) is None
+    engine.arena.release(taken)
     assert free_bytes(engine) == engine.arena.budget_bytes
 
 
