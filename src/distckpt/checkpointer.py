@@ -59,7 +59,7 @@ from distckpt.commit import (
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written, collector_paused
 from distckpt.errors import CheckpointError, CommitError, ConfigError, MissingRanks, StagingError
-from distckpt.exitstatus import note_failure, watch_exit
+from distckpt.exitstatus import note_failure, note_read, note_unread, watch_exit
 from distckpt.formats import Frame
 from distckpt.image import lay_out_image
 from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
@@ -85,11 +85,12 @@ _PREFIX = "step-"
 _STEP_DIGITS = 8
 _GIB = 1 << 30
 _POLL_S = 0.002
+_ARRIVAL_S = 5.0
 _FIRST_POLL_S = 0.01
 _LAST_POLL_S = 1.0
 _VERSIONS_AT_ONCE = 512
-_MOST_RESIDENCES = 2
-"""Saves of one state in flight: one is written, the next is staged."""
+_MOST_RESIDENCES = 4
+"""Saves of one state in flight, as far as the budget goes: one is written, others are staged."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -110,6 +111,7 @@ class SaveHandle:
         self.prepared_s = 0.0
         self._residence: Residence | None = None
         self._has_arrived = False
+        self._is_unread = False
         self._future: Future[str] = Future()
         self._future.set_running_or_notify_cancel()
 
@@ -139,7 +141,15 @@ class SaveHandle:
             CheckpointError: The save failed.
             TimeoutError: It is still under way.
         """
-        return self._future.result(timeout)
+        try:
+            return self._future.result(timeout)
+        finally:
+            self._note_read()
+
+    def _note_read(self) -> None:
+        if self._is_unread and self._future.done():
+            self._is_unread = False
+            note_read()
 
 
 class Place(NamedTuple):
@@ -212,10 +222,18 @@ class _Planned:
         }
         del planner
         addresses = [] if self.signature is None else self.signature.addresses
+        # Nothing counts up the version of what lies in a DTensor, and inference tensors have none: what can
+        # not be checked is not copied late.
+        if addresses and any(map(torch.Tensor.is_inference, view.locals)):
+            addresses = []
         self.late = [
             number
             for number, leaf in enumerate(self._leaf_of)
-            if addresses and leaf >= 0 and addresses[leaf] in late_addresses and view.locals[leaf].is_cuda
+            if addresses
+            and leaf >= 0
+            and addresses[leaf] in late_addresses
+            and view.locals[leaf].is_cuda
+            and view.leaves[leaf] is view.locals[leaf]
         ]
         self.late_leaves = {self._leaf_of[number]: number for number in self.late}
         """For each tensor of the state that may be copied late, the number of its item."""
@@ -230,6 +248,7 @@ class _Planned:
         self._digest = ""
         self._residences: list[Residence] = []
         self._free: deque[Residence] = deque()
+        self._dropped: deque[Residence] = deque()
         self._changed = threading.Condition()
         self._is_stale = False
         first = self._new_residence() if self.items else None
@@ -331,7 +350,12 @@ class _Planned:
         """Have `residence` used by the next save."""
         with self._changed:
             if self._is_stale or residence.is_lost:
-                self._drop(residence)
+                self._residences.remove(residence)
+                if residence.has_arrived():
+                    self._engine.drop(residence)
+                else:
+                    # Not here: it would ask CUDA, which a thread of ours must not while the trainer captures.
+                    self._dropped.append(residence)
             else:
                 self._free.append(residence)
             self._changed.notify_all()
@@ -341,16 +365,25 @@ class _Planned:
         with self._changed:
             self._is_stale = True
             while self._free:
-                self._drop(self._free.popleft())
+                residence = self._free.popleft()
+                self._residences.remove(residence)
+                self._dropped.append(residence)
+        self.drop_idle()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a save has its memory."""
+        return bool(self._residences or self._dropped)
 
     @property
     def is_spent(self) -> bool:
         """Whether all its memory was lost to copies or lanes that could not be stopped."""
         return self.fits and bool(self.items) and not self._residences
 
-    def _drop(self, residence: Residence) -> None:
-        self._residences.remove(residence)
-        self._engine.drop(residence)
+    def drop_idle(self) -> None:
+        """Give back what was let go meanwhile; called by the trainer's thread."""
+        while self._dropped:
+            self._engine.drop(self._dropped.popleft())
 
     def _new_residence(self) -> Residence | None:
         """Take memory for one more save, with the same image: the metadata describes that one."""
@@ -552,6 +585,18 @@ class _Late:
         if self.error is not None:
             raise self.error
 
+    def fail(self, what: str) -> None:
+        """Note that the tensors change before they may."""
+        with self._lock:
+            if not self.is_over:
+                self.error = StagingError(f"{what} after save() and outside guard(optimizer)")
+                self._end()
+
+    def end(self) -> None:
+        """Let the tensors go."""
+        with self._lock:
+            self._end()
+
     def _compare(self, first: int, end: int) -> None:
         versions = list(map(version_of, self._tensors[first:end]))
         if versions == self._versions[first:end]:
@@ -609,10 +654,16 @@ class Checkpointer:
         self._engine = Engine.open(self._config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distckpt-write")
         self._planned: _Planned | None = None
+        self._plan_lock = threading.Lock()
+        self._retired: list[_Planned] = []
+        """Plans whose last saves may still be under way."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._guards = 0
+        """How many `guard`s are entered."""
+        self._owner_pid = os.getpid()
         self._late: list[_Late] = []
         self._handles: list[SaveHandle] = []
-        self._closed = False
+        self._closed = self._ended = False
         self._warned_over_budget = False
 
     def __enter__(self) -> Self:
@@ -703,17 +754,22 @@ class Checkpointer:
         if planned.items:
             residence = planned.acquire(self._timeout_s)
             handle.prepared_s = time.perf_counter() - started
-            try:
+        try:
+            if residence is not None:
                 planned.stage(residence, view)
-            except BaseException:
+                handle._residence = residence  # noqa: SLF001 - one room
+                planned.foresee_metadata(handle.path, save_id)
+                if planned.late:
+                    late = _Late(planned, view, versions, residence)
+            self._thread.submit(self._write, handle, planned, residence, late, save_id)
+        except BaseException:
+            handle._residence = None  # noqa: SLF001 - one room
+            if residence is not None:
+                _await_arrival(residence)
                 planned.give_back(residence)
-                raise
-            handle._residence = residence  # noqa: SLF001 - one room
-            planned.foresee_metadata(handle.path, save_id)
-        if residence is not None and planned.late:
-            late = _Late(planned, view, versions, residence)
+            raise
+        if late is not None:
             self._late = [*(one for one in self._late if not one.is_over), late]
-        self._thread.submit(self._write, handle, planned, residence, late, save_id)
 
     @contextlib.contextmanager
     def guard(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -728,11 +784,27 @@ class Checkpointer:
         for optimizer in optimizers:
             if optimizer not in self._optimizers:
                 self._optimizers.add(optimizer)
+                # Fused steps do not count up the versions of what they change.
+                optimizer.register_step_pre_hook(_refusing(weakref.ref(self)))
                 self._forget_plan()
+        self._let_change()
+        self._guards += 1
+        try:
+            yield
+        finally:
+            self._guards -= 1
+
+    def refuse_step(self) -> None:
+        """An optimizer steps outside `guard`: fail the saves whose tensors may still be copied."""
+        if not self._guards:
+            for late in self._late:
+                late.fail("an optimizer stepped")
+
+    def _let_change(self) -> None:
+        """Let tensors change that are copied late: check them, and order further work after the copies."""
         late, self._late = self._late, []
         for each in late:
             each.guard()
-        yield
 
     def restore(self, state: dict[str, Any], step: int | str | None = "latest") -> int | None:
         """Load a checkpoint into `state`.
@@ -747,10 +819,10 @@ class Checkpointer:
         Raises:
             CheckpointError: There is no such step, or it cannot be read.
         """
-        found, is_there = self._find(step)
-        if self._place.world > 1:
-            # One rank may see a checkpoint that another does not see yet.
-            found, is_there = _broadcast((found, is_there), self._group)
+        self._let_change()
+        found, is_there, failure = self._find_for_all(step)
+        if failure is not None:
+            raise failure
         if found is None:
             return None
         path = self._path(found)
@@ -763,6 +835,16 @@ class Checkpointer:
             cause = _cause_of(error, path)
             raise cause from error
         return found
+
+    def _find_for_all(self, step: int | str | None) -> tuple[int | None, bool, CheckpointError | None]:
+        """Return what the coordinator finds: one rank may see a checkpoint that another does not see yet."""
+        outcome: tuple[int | None, bool, CheckpointError | None] = (None, False, None)
+        if self._place.is_coordinator:
+            try:
+                outcome = (*self._find(step), None)
+            except CheckpointError as error:
+                outcome = (None, False, error)
+        return _broadcast(outcome, self._group) if self._place.world > 1 else outcome
 
     def _find(self, step: int | str | None) -> tuple[int | None, bool]:
         if step is None or step == "latest":
@@ -798,25 +880,30 @@ class Checkpointer:
         """
         handles, self._handles = self._handles, []
         errors = [handle._future.exception() for handle in handles]  # noqa: SLF001 - one room
+        for handle in handles:
+            handle._note_read()  # noqa: SLF001 - one room
         for error in errors:
             if error is not None:
                 raise error
 
     def close(self) -> None:
         """Wait for saves that are under way, end workers and give memory back; idempotent."""
-        if self._closed:
+        if self._ended or os.getpid() != self._owner_pid:
             return
         self._closed = True
         self._thread.shutdown(wait=True)
         self._late.clear()
         self._forget_plan()
         self._engine.close()
+        self._ended = True
 
     @property
     def _timeout_s(self) -> float:
         return self._config.distributed_timeout_minutes * 60
 
     def _check_open(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise CheckpointError("this Checkpointer belongs to another process: make one after the fork")
         if self._closed:
             raise CheckpointError("the Checkpointer is closed")
 
@@ -831,7 +918,12 @@ class Checkpointer:
             view: The same, walked.
             versions: Takes those of the tensors, if the last plan is true and they are of interest.
         """
+        for retired in self._retired:
+            retired.drop_idle()
+        self._retired = [retired for retired in self._retired if retired.is_in_use]
         planned = self._planned
+        if planned is not None:
+            planned.drop_idle()
         if (
             planned is not None
             and planned.is_reusable
@@ -863,9 +955,11 @@ class Checkpointer:
         return self._planned
 
     def _forget_plan(self) -> None:
-        planned, self._planned = self._planned, None
+        with self._plan_lock:
+            planned, self._planned = self._planned, None
         if planned is not None:
             planned.retire()
+            self._retired.append(planned)
 
     def _write(
         self,
@@ -894,8 +988,13 @@ class Checkpointer:
         except BaseException as error:  # noqa: BLE001 - the top frame of a thread: the handle raises it
             handle._residence = None  # noqa: SLF001 - one room
             if residence is not None:
+                _await_arrival(residence)
                 planned.give_back(residence)
+            if late is not None:
+                late.end()
             self._tell_others(handle, save_id, error)
+            handle._is_unread = True  # noqa: SLF001 - one room
+            note_unread()
             self._report(handle, error)
             return
         handle._residence = None  # noqa: SLF001 - one room
@@ -992,15 +1091,22 @@ class Checkpointer:
 
     def _learn(self, planned: _Planned, storage: Storage, save_id: str) -> None:
         """See what the coordinator has saved that this rank has too, and leave it to it from now on."""
-        manifest = read_partial(storage, save_id, 0)
+        try:
+            manifest = read_partial(storage, save_id, 0)
+        except CheckpointError:
+            # The checkpoint is committed; this rank goes on writing what others have too.
+            return
         if manifest is None or manifest.head["plan"] == self._seen_plan:
             return
         table = json.loads(manifest.items)
         offsets = (None if offset is None else tuple(offset) for offset in table["chunks"])
         coordinator = _Coordinator(manifest.head["plan"], frozenset(zip(table["fqns"], offsets, strict=True)))
-        self._seen_plan = coordinator.plan
-        if planned.shares(coordinator):
-            self._coordinator = coordinator
+        shared = planned.shares(coordinator)
+        with self._plan_lock:
+            # A save of a state that has changed since is already planned without it.
+            if planned is self._planned:
+                self._seen_plan = coordinator.plan
+                self._coordinator = coordinator if shared else self._coordinator
 
     def _tell_others(self, handle: SaveHandle, save_id: str, error: BaseException) -> None:
         """Leave word that this rank gave up the save: the others need not wait for it."""
@@ -1041,6 +1147,24 @@ def _cause_of(error: CheckpointException, path: str) -> CheckpointError:
             return failure
     rank, failure = next(iter(failures_by_rank.items()))
     return CheckpointError(f"{path} cannot be loaded into the state: {failure} (rank {rank})", rank=rank)
+
+
+def _await_arrival(residence: Residence) -> None:
+    """Wait, not for long, until nothing is copied to `residence` any more, and its tensors are let go."""
+    deadline, pause = time.monotonic() + _ARRIVAL_S, threading.Event()
+    while not residence.has_arrived() and time.monotonic() < deadline:
+        pause.wait(_POLL_S)
+
+
+def _refusing(reference: weakref.ref[Checkpointer]) -> Callable[..., None]:
+    """Return a hook for steps of an optimizer that a guard has seen."""
+
+    def before_step(*_: Any) -> None:
+        checkpointer = reference()
+        if checkpointer is not None:
+            checkpointer.refuse_step()
+
+    return before_step
 
 
 def _find_place(group: ProcessGroup | None) -> Place:

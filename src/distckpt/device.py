@@ -97,7 +97,8 @@ class _SideStreams:
     def buffer(self, number: int) -> torch.Tensor:
         """Return one of the two packing buffers."""
         if not self._buffers:
-            with torch.cuda.stream(self.gather):
+            # Not inference tensors, whoever asks first.
+            with torch.inference_mode(mode=False), torch.cuda.stream(self.gather):
                 self._buffers = [
                     torch.empty(_PACKING_BYTES, dtype=torch.uint8, device=self.device) for _ in range(2)
                 ]
@@ -110,6 +111,8 @@ class Devices:
     def __init__(self) -> None:
         self._streams: dict[torch.device, _SideStreams] = {}
         self._lock = threading.Lock()
+        self.launching = threading.RLock()
+        """Held while copies are launched: packing buffers and streams are the same for all transfers."""
         self._pinned: set[int] = set()
         self.refuses_to_pin = False
         """Whether a slab could not be registered: copies to it block, and cannot be captured."""
@@ -146,6 +149,9 @@ class Devices:
         if status == 0:
             slab.on_release.append(functools.partial(runtime.cudaHostUnregister, slab.address))
             return
+        with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+            # The next launch would report the error that was left behind.
+            torch.empty(1, device=device).fill_(1)
         with self._lock:
             warned, self.refuses_to_pin = self.refuses_to_pin, True
         if not warned:
@@ -334,11 +340,13 @@ class Transfer:
         self.tag += 1
         device = next(iter(self._used))
         streams = self._devices.streams(device)
-        current = torch.cuda.current_stream(device)
-        streams.copy.wait_stream(current)
-        with torch.cuda.stream(streams.copy):
-            self._graph.replay()
-        self._finish([streams], caller_waits=caller_waits)
+        with self._devices.launching:
+            streams.copy.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(streams.copy):
+                # Not counted up within the graph: a launch that fails would count on one side only.
+                self._tags[device].fill_(self.tag)
+                self._graph.replay()
+            self._finish([streams], caller_waits=caller_waits)
 
     def begin(self) -> None:
         """Begin a launch in steps: `run` whenever something was added, then `end`.
@@ -354,9 +362,12 @@ class Transfer:
         """Copy what was added and not run since `begin`."""
         self._close_window()
         assert self._round is not None
-        self._enter(self._round)
-        steps, self._next_step = self._steps[self._next_step :], len(self._steps)
-        with torch.no_grad():
+        with self._devices.launching, torch.no_grad():
+            for streams in self._round.streams:
+                # Another transfer may have used the packing buffers meanwhile.
+                streams.gather.wait_stream(streams.copy)
+            self._enter(self._round)
+            steps, self._next_step = self._steps[self._next_step :], len(self._steps)
             for step in steps:
                 if isinstance(step, _Copy):
                     self._copy(step, sources, self._round)
@@ -364,6 +375,8 @@ class Transfer:
                     self._gather(step, sources, self._round)
                 else:
                     self._tell(step, self._round)
+            for streams in self._round.streams:
+                streams.copy.wait_stream(streams.gather)
 
     def end(self, *, caller_waits: bool) -> None:
         """End the launch; see `launch`."""
@@ -520,10 +533,10 @@ class Transfer:
         graph = torch.cuda.CUDAGraph()
         round_ = _Round([])
         try:
-            with torch.cuda.stream(streams.copy):
+            # Alone: what another thread launched meanwhile would become part of the graph.
+            with self._devices.launching, torch.cuda.stream(streams.copy):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._tags[device].add_(1)
                     self._start(streams, round_)
                     self._round, self._next_step = round_, 0
                     self.run(sources)

@@ -332,12 +332,17 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             if ticket.done():
                 future.set_result(staged)
             else:
-                threading.Thread(
+                completer = threading.Thread(
                     target=_complete,
                     args=(future, staged, ticket, self._timeout_s),
                     name="distckpt-staging",
                     daemon=True,
-                ).start()
+                )
+                try:
+                    completer.start()
+                except RuntimeError:
+                    # No thread can be started; the copies run all the same.
+                    _complete(future, staged, ticket, self._timeout_s)
         except Exception as error:  # noqa: BLE001 - forwarded through the staged state to every rank
             failure = (
                 error if isinstance(error, StagingError) else StagingError(f"{type(error).__name__}: {error}")
