@@ -247,6 +247,26 @@ def test_a_change_before_the_guard(checkpointer: Checkpointer, tmp_path: Path, e
     assert used_bytes(checkpointer) == used
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_step_outside_the_guard(
+    checkpointer: Checkpointer, kind: type[torch.optim.AdamW] | type[torch.optim.SGD]
+) -> None:
+    """It counts up no version: the optimizer itself tells."""
+    parameters = [torch.nn.Parameter(some(torch.float32, 64, 64)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = kind(parameters, lr=0.1, fused=True)
+    with checkpointer.guard(optimizer):
+        optimizer.step()
+    state = {f"p{number}": parameter.detach() for number, parameter in enumerate(parameters)}
+    with held_back(checkpointer):
+        handle = checkpointer.save(0, state)
+        optimizer.step()
+    with pytest.raises(StagingError, match="stepped .*guard"):
+        handle.result(WAIT_S)
+    assert checkpointer.steps() == []
+
+
 def test_a_guard_around_every_step_with_saves_at_some(checkpointer: Checkpointer, tmp_path: Path) -> None:
     training = Training()
     expected: dict[int, Any] = {}
