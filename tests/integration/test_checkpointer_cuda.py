@@ -249,7 +249,7 @@ def test_a_change_before_the_guard(checkpointer: Checkpointer, tmp_path: Path, e
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_fused_step_outside_the_guard(
-    checkpointer: Checkpointer, kind: type[torch.optim.AdamW] | type[torch.optim.SGD]
+    checkpointer: Checkpointer, kind: type[torch.optim.AdamW | torch.optim.SGD]
 ) -> None:
     """It counts up no version: the optimizer itself tells."""
     parameters = [torch.nn.Parameter(some(torch.float32, 64, 64)) for _ in range(3)]
@@ -262,7 +262,7 @@ def test_a_fused_step_outside_the_guard(
     with held_back(checkpointer):
         handle = checkpointer.save(0, state)
         optimizer.step()
-    with pytest.raises(StagingError, match="stepped .*guard"):
+    with pytest.raises(StagingError, match=r"stepped .*guard"):
         handle.result(WAIT_S)
     assert checkpointer.steps() == []
 
