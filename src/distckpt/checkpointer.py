@@ -59,7 +59,7 @@ from distckpt.commit import (
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written, collector_paused
 from distckpt.errors import CheckpointError, CommitError, ConfigError, MissingRanks, StagingError
-from distckpt.exitstatus import note_failure, note_read, note_unread, watch_exit
+from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.formats import Frame
 from distckpt.image import lay_out_image
 from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
@@ -111,7 +111,6 @@ class SaveHandle:
         self.prepared_s = 0.0
         self._residence: Residence | None = None
         self._has_arrived = False
-        self._is_unread = False
         self._future: Future[str] = Future()
         self._future.set_running_or_notify_cancel()
 
@@ -141,15 +140,7 @@ class SaveHandle:
             CheckpointError: The save failed.
             TimeoutError: It is still under way.
         """
-        try:
-            return self._future.result(timeout)
-        finally:
-            self._note_read()
-
-    def _note_read(self) -> None:
-        if self._is_unread and self._future.done():
-            self._is_unread = False
-            note_read()
+        return self._future.result(timeout)
 
 
 class Place(NamedTuple):
@@ -880,8 +871,6 @@ class Checkpointer:
         """
         handles, self._handles = self._handles, []
         errors = [handle._future.exception() for handle in handles]  # noqa: SLF001 - one room
-        for handle in handles:
-            handle._note_read()  # noqa: SLF001 - one room
         for error in errors:
             if error is not None:
                 raise error
@@ -993,8 +982,6 @@ class Checkpointer:
             if late is not None:
                 late.end()
             self._tell_others(handle, save_id, error)
-            handle._is_unread = True  # noqa: SLF001 - one room
-            note_unread()
             self._report(handle, error)
             return
         handle._residence = None  # noqa: SLF001 - one room

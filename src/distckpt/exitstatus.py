@@ -23,8 +23,6 @@ class _ExitState:
     exiting = False
     failed = False
     registered = False
-    unread = 0
-    """Failures in the background whose result nobody has asked for."""
 
 
 def watch_exit() -> None:
@@ -53,22 +51,12 @@ def note_failure() -> None:
         _ExitState.failed = True
 
 
-def note_unread() -> None:
-    """Note that a save has failed whose result may never be asked for."""
-    _ExitState.unread += 1
-
-
-def note_read() -> None:
-    """Note that the result of such a save was asked for."""
-    _ExitState.unread -= 1
-
-
 def _end_exit(owner_pid: int) -> None:
-    if not (_ExitState.failed or _ExitState.unread > 0) or os.getpid() != owner_pid:
+    if not _ExitState.failed or os.getpid() != owner_pid:
         return
     # It calls itself below.
-    _ExitState.failed, _ExitState.unread = False, 0
-    _LOG.error("a checkpoint was lost: a save failed in the background, and nobody has asked for its result")
+    _ExitState.failed = False
+    _LOG.error("the last checkpoint was lost: a save failed while the process was exiting")
     # Only leaving the interpreter here changes its status; what others registered runs first.
     atexit._run_exitfuncs()  # noqa: SLF001 - has no public name
     for stream in (sys.stdout, sys.stderr):

@@ -98,7 +98,7 @@ def test_the_loss_of_the_last_save_is_logged_and_changes_the_exit_status(
     assert done.status == 1, done
     check_exit_functions(done)
     assert complaint in done.err
-    assert "a checkpoint was lost" in done.err
+    assert "the last checkpoint was lost" in done.err
     assert not (path / ".metadata").exists()
 
 
