@@ -403,7 +403,7 @@ class Walk:
         self.state[f"object {self._number}"] = {"x": self._number}
 
     def remove(self) -> None:
-        self.state["model"].pop(next(iter(self.state["model"])), None)
+        self.state["model"].pop(next(iter(self.state["model"]), ""), None)
 
     def reorder(self) -> None:
         names = list(self.state["model"])
