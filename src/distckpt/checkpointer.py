@@ -580,7 +580,10 @@ class _Late:
         """Note that the tensors change before they may."""
         with self._lock:
             if not self.is_over:
-                self.error = StagingError(f"{what} after save() and outside guard(optimizer)")
+                self.error = StagingError(
+                    f"{what} after save() and outside guard(optimizer), while parameters or optimizer states "
+                    f"may still be copied: wrap optimizer.step() in guard(optimizer)"
+                )
                 self._end()
 
     def end(self) -> None:

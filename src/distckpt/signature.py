@@ -179,7 +179,8 @@ class _Stretch:
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
     return (
-        tensor.dtype, tensor.size(), tensor.stride(), tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+        tensor.dtype, tensor.size(), tensor.stride(), tensor.requires_grad, tensor.is_conj(), tensor.is_neg(),
+        tensor.is_inference(),
     )  # fmt: skip
 
 
