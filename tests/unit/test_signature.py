@@ -72,9 +72,10 @@ def aliases(value: Any) -> Any:
 
 
 objects = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False)
-leaves = tensors() | tensors().filter(
-    lambda tensor: tensor.is_floating_point()
-).map(torch.nn.Parameter) | objects  # fmt: skip
+parameters = tensors().map(
+    lambda tensor: torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+)
+leaves = tensors() | parameters | objects
 states = st.dictionaries(
     st.text(max_size=3),
     st.recursive(
@@ -99,13 +100,13 @@ def test_new_names_of_the_same_tensors(state: State) -> None:
 
 
 @pytest.mark.slow
-@hypothesis.given(states, st.data())
-def test_whatever_else_a_tensor_becomes(state: State, data: st.DataObject) -> None:
+@hypothesis.given(states, tensors(), st.data())
+def test_whatever_else_a_tensor_becomes(state: State, tensor: torch.Tensor, data: st.DataObject) -> None:
+    state[data.draw(st.text(max_size=3))] = tensor
     view = View(state, with_paths=True)
     paths = [
         path for path in view.paths if all(isinstance(container, dict) for container in _along(state, path))
     ]
-    hypothesis.assume(paths)
     path = data.draw(st.sampled_from(paths))
     before = Signature(view)
     container = _along(state, path)[-1]
