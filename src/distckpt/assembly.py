@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from distckpt.commit import PartialManifest
+    from distckpt.manifest import PartialManifest
 
 
 def entry_of(write_item: WriteItem, path: Sequence[Any] | None) -> list[Any]:

@@ -43,25 +43,14 @@ from torch.distributed.tensor import DTensor
 
 from distckpt import observe
 from distckpt.assembly import assemble, entry_of
-from distckpt.commit import (
-    METADATA,
-    ItemTable,
-    Manifest,
-    claim,
-    committed_by,
-    failures,
-    plan_digest,
-    publish,
-    read_partial,
-    report_failure,
-    write_manifest,
-)
+from distckpt.commit import Claim, claim, committed_by, failures, publish, reclaim, report_failure
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written, collector_paused
 from distckpt.errors import CheckpointError, CommitError, ConfigError, MissingRanks, StagingError
 from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.formats import Frame
 from distckpt.image import lay_out_image
+from distckpt.manifest import METADATA, ItemTable, Manifest, plan_digest, read_partial, write_manifest
 from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
 from distckpt.reader import StorageReader
 from distckpt.signature import Signature, View, local_tensors, version_of
@@ -76,8 +65,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from typing_extensions import Self
 
-    from distckpt.commit import PartialManifest
     from distckpt.image import Image
+    from distckpt.manifest import PartialManifest
     from distckpt.storage import Storage
 
 _LOG = logging.getLogger(__name__)
@@ -656,6 +645,8 @@ class Checkpointer:
         """How many `guard`s are entered."""
         self._owner_pid = os.getpid()
         self._late: list[_Late] = []
+        self._settled: set[int] = set()
+        """Steps in whose directories nothing is to be cleared away."""
         self._handles: list[SaveHandle] = []
         self._closed = self._ended = False
         self._warned_over_budget = False
@@ -716,7 +707,7 @@ class Checkpointer:
             warn_async_workers(self._config.dist_ckpt_workers, stacklevel=2)
             watch_exit()
         handle = SaveHandle(step, self._path(step))
-        self._handles = [one for one in self._handles if not one.committed]
+        self._handles = [*(one for one in self._handles if not one.committed), handle]
         # The same on all ranks that save this step, whatever steps one of them has left out.
         self._num_saves[step] += 1
         save_id = uuid.uuid5(uuid.UUID(self._place.run_id), f"{step}.{self._num_saves[step]}").hex
@@ -725,10 +716,10 @@ class Checkpointer:
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._begin(handle, state, save_id, started)
         except BaseException as error:
+            self._handles.remove(handle)
             self._tell_others(handle, save_id, error)
             self._report(handle, error)
             raise
-        self._handles.append(handle)
         handle.blocked_s = time.perf_counter() - started
         observe.emit("state.staged", seconds=handle.blocked_s)
         if not self._config.async_save:
@@ -853,13 +844,14 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, ascending."""
+        return [step for step in self._directories() if self._is_complete(step)]
+
+    def _directories(self) -> list[int]:
         found = []
         for name in self._storage.list():
             text = name.removeprefix(_PREFIX).removesuffix("/")
-            if name.startswith(_PREFIX) and name.endswith("/") and text.isdecimal():
-                step = int(text)
-                if self._is_complete(step):
-                    found.append(step)
+            if text.isdecimal() and name == f"{_PREFIX}{int(text):0{_STEP_DIGITS}}/":
+                found.append(int(text))
         return sorted(found)
 
     def latest(self) -> int | None:
@@ -872,8 +864,8 @@ class Checkpointer:
         Raises:
             CheckpointError: One failed; the first of them is raised.
         """
-        handles, self._handles = self._handles, []
-        errors = [handle._future.exception() for handle in handles]  # noqa: SLF001 - one room
+        errors = [handle._future.exception() for handle in self._handles]  # noqa: SLF001 - one room
+        self._handles = []
         for error in errors:
             if error is not None:
                 raise error
@@ -964,19 +956,24 @@ class Checkpointer:
         """Write and publish what was staged; in the background."""
         try:
             storage = open_storage(handle.path, self._storage_options)
+            claims: list[Claim | None] = []
             if residence is None:
                 # Other ranks save all that this one has.
-                self._claim(storage, save_id)
+                claims.append(self._claim(storage, save_id))
                 written = Written(lay_out_image([], 1, 1), (), [])
             else:
                 written = self._engine.write_staged(
-                    storage, save_id, self._place.rank, residence, lambda: self._claim(storage, save_id)
+                    storage,
+                    save_id,
+                    self._place.rank,
+                    residence,
+                    lambda: claims.append(self._claim(storage, save_id)),
                 )
             # Before the residence is let go: there is no instant at which it is not staged.
             handle._has_arrived = True  # noqa: SLF001 - one room
             if late is not None:
                 late.check()
-            self._publish(handle, planned, storage, written, save_id)
+            self._publish(handle, planned, storage, written, save_id, claims[0])
         except BaseException as error:  # noqa: BLE001 - the top frame of a thread: the handle raises it
             handle._residence = None  # noqa: SLF001 - one room
             if residence is not None:
@@ -1003,30 +1000,53 @@ class Checkpointer:
             )
         # Saves before it are written first: they hold the memory.
         for earlier in self._handles:
-            earlier._future.exception()  # noqa: SLF001 - one room
+            if earlier is not handle:
+                earlier._future.exception()  # noqa: SLF001 - one room
         storage = open_storage(handle.path, self._storage_options)
-        self._claim(storage, save_id)
+        claimed = self._claim(storage, save_id)
         written = planned.write_through(storage, save_id, view)
-        self._publish(handle, planned, storage, written, save_id)
+        self._publish(handle, planned, storage, written, save_id, claimed)
         self._complete(handle, save_id)
 
-    def _claim(self, storage: Storage, save_id: str) -> None:
+    def _claim(self, storage: Storage, save_id: str) -> Claim | None:
         storage.prepare()
-        if self._place.is_coordinator:
-            claim(storage, save_id)
+        return claim(storage, save_id) if self._place.is_coordinator else None
 
     def _publish(
-        self, handle: SaveHandle, planned: _Planned, storage: Storage, written: Written, save_id: str
+        self,
+        handle: SaveHandle,
+        planned: _Planned,
+        storage: Storage,
+        written: Written,
+        save_id: str,
+        claimed: Claim | None,
     ) -> None:
         ref = write_manifest(storage, planned.manifest(save_id, written))
-        if not self._place.is_coordinator:
+        if claimed is None:
             self._await_commit(storage, save_id)
             self._learn(planned, storage, save_id)
             return
         manifests = self._await_manifests(storage, save_id) if self._place.world > 1 else []
         data = planned.metadata(manifests, written.names, handle.path, save_id)
         refs = [manifest.ref for manifest in manifests] or [ref]
-        publish(storage, data, save_id=save_id, manifests=refs, details=self._details())
+        publish(storage, data, claimed, refs, self._details())
+        self._reclaim(handle.step, save_id)
+
+    def _reclaim(self, committed: int, save_id: str) -> None:
+        """Remove what is left of earlier steps that were never completed, be it by a process before this."""
+        unfinished = [handle for handle in self._handles if not handle._future.done()]  # noqa: SLF001
+        under_way = {handle.step for handle in unfinished}
+        self._settled.add(committed)
+        for step in self._directories():
+            if step >= committed or step in under_way or step in self._settled:
+                continue
+            if self._is_complete(step):
+                self._settled.add(step)
+            else:
+                try:
+                    reclaim(open_storage(self._path(step), self._storage_options), save_id)
+                except CheckpointError as error:
+                    _LOG.warning("what is left of step %d stays: %s", step, error)
 
     def _await_manifests(self, storage: Storage, save_id: str) -> list[PartialManifest]:
         """Return the manifests of all ranks, once they are there.

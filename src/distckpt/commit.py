@@ -1,210 +1,43 @@
-"""From written files to a checkpoint: manifests, publication, sweep.
+"""From written files to a checkpoint: claims, publication, sweep.
 
 Invariants:
     * `.metadata` is published last, in one atomic step; before it, the commit record that bears its digest.
     * Names are new for each save, so that nothing of a committed checkpoint is ever written to.
-    * Sweep removes only what no committed checkpoint names.
+    * A claim revokes the earlier ones: a save that was overtaken is refused, whenever it goes on.
+    * Sweep removes only what was there when the save claimed the directory, and what no committed checkpoint
+      names.
 
 Torch-free: the pickled metadata arrives as bytes.
 """
 
 from __future__ import annotations
 
-import base64
 import errno
-import functools
-import hashlib
 import json
 import logging
 import os
 import re
 import socket
-import struct
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
-from distckpt.worker import CHECKSUM_BLOCK_BYTES, block_spans, checksum
+from distckpt.errors import CommitError, WriteError
+from distckpt.integrity import find_record, read_manifest
+from distckpt.manifest import FOLDER, METADATA, TRAILER, metadata_name, record_name, seal, unseal
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from distckpt.manifest import ManifestRef
     from distckpt.storage import Storage
 
 _LOG = logging.getLogger(__name__)
-METADATA = ".metadata"
-FOLDER = ".distckpt/"
 _OWNER = FOLDER + "owner"
-_VERSION = 2
 _SETTLE_ATTEMPTS = 3
-_CHECKSUM_BYTES = 4
-_ITEMS = b',"items":'
 _IMAGE = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
 _METADATA = re.compile(r"(?:__(\d+))?\.metadata(\.[0-9a-f]+\.tmp)?")
 _FAILURE = re.compile(r"failed-rank-(\d+)\.json")
-
-
-@dataclass(frozen=True)
-class ItemTable:
-    """Where one rank's items lie: columns of equal length, one entry for each item; never changed.
-
-    Attributes:
-        fqns: Names of the entries.
-        chunks: Offsets of the chunks in their tensors, in elements; None for byte blobs.
-        item_files: Index of the file, from 0.
-        offsets: Bytes from the start of the file.
-        sizes: Bytes, framing included.
-        entries: What a coordinator that has no plan of this rank needs to know: shape of the tensor, shape of
-            the chunk, dtype, whether it requires grad, path in the state; None if there is such a plan.
-    """
-
-    fqns: list[str]
-    chunks: list[Sequence[int] | None]
-    item_files: list[int]
-    offsets: list[int]
-    sizes: list[int]
-    entries: list[Any] | None = None
-
-    @functools.cached_property
-    def json(self) -> bytes:
-        """The table as it stands in a manifest; encoded once, for all saves that share it."""
-        return _to_json({
-            "fqns": self.fqns,
-            "chunks": self.chunks,
-            "item_files": self.item_files,
-            "offsets": self.offsets,
-            "sizes": self.sizes,
-            **({} if self.entries is None else {"entries": self.entries}),
-        })  # fmt: skip
-
-
-@dataclass
-class Manifest:
-    """What one rank wrote in one save.
-
-    Attributes:
-        save_id: The save, as this rank calls it.
-        rank: The rank.
-        format: Name of the file format.
-        plan: Digest of the plan: items, sizes, dtypes.
-        files: Size in bytes of each file, in the order of the table's indices.
-        checksums: For each file: CRC32C of each block of each item, items in ascending offset, blocks as
-            `worker.block_spans` cuts them, packed as little-endian uint32. Without checksums: b"" for each.
-        items: Where the items lie.
-        relies: Digest of the coordinator's plan, if items were left to it that this rank has as well.
-    """
-
-    save_id: str
-    rank: int
-    format: str
-    plan: str
-    files: dict[str, int]
-    checksums: list[bytes]
-    items: ItemTable
-    relies: str = ""
-
-    def to_json(self) -> bytes:
-        """Return the manifest as it stands on storage; `items` is not encoded a second time."""
-        assert len(self.checksums) == len(self.files)
-        head = _to_json({
-            "version": _VERSION,
-            "save_id": self.save_id,
-            "rank": self.rank,
-            "format": self.format,
-            "plan": self.plan,
-            "relies": self.relies,
-            "files": self.files,
-            "checksums": [base64.b64encode(packed).decode("ascii") for packed in self.checksums],
-        })  # fmt: skip
-        return b"".join((head[:-1], _ITEMS, self.items.json, b"}"))
-
-
-def _to_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-@dataclass(frozen=True)
-class ManifestRef:
-    """What the coordinator learns of a rank's manifest.
-
-    Attributes:
-        name: Where it lies.
-        sha256: Digest of its bytes.
-        files: Size in bytes of each file that it lists.
-    """
-
-    name: str
-    sha256: str
-    files: dict[str, int]
-
-
-def plan_digest(fqns: Sequence[str], kinds: Iterable[Hashable]) -> str:
-    """Return a digest of what a plan says of its items, in their order.
-
-    Args:
-        fqns: Name of each item's entry.
-        kinds: Offsets, sizes and dtype of each item; equal ones are spelt out once.
-    """
-    numbers: dict[Hashable, int] = {}
-    sequence = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
-    return hashlib.sha256(repr((fqns, sequence, list(numbers))).encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def manifest_name(save_id: str, rank: int) -> str:
-    """Return the name of the manifest of `rank` in the save `save_id`."""
-    return f"{FOLDER}{save_id}/rank-{rank:05}.json"
-
-
-def write_manifest(storage: Storage, manifest: Manifest) -> ManifestRef:
-    """Make `manifest`, and with it the names of all files that it lists, durable."""
-    name = manifest_name(manifest.save_id, manifest.rank)
-    data = manifest.to_json()
-    storage.put(name, data)
-    return ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest.files)
-
-
-@dataclass(frozen=True)
-class PartialManifest:
-    """A rank's manifest as another rank reads it; the items, which may be many, are not parsed.
-
-    Attributes:
-        ref: What `publish` needs.
-        head: Everything but the items.
-        items: The table of the items, as JSON.
-    """
-
-    ref: ManifestRef
-    head: dict[str, Any]
-    items: bytes
-
-
-def read_partial(storage: Storage, save_id: str, rank: int) -> PartialManifest | None:
-    """Return what `rank` wrote in the save `save_id`, as its manifest on storage says.
-
-    Args:
-        storage: The checkpoint's directory.
-        save_id: The save, as `rank` calls it.
-        rank: The rank.
-
-    Returns:
-        The manifest; None if it is not there, or not visible yet.
-
-    Raises:
-        CheckpointError: It is of another version.
-        IntegrityError: It is unreadable; `file` is filled.
-        WriteError: The storage refuses.
-    """
-    name = manifest_name(save_id, rank)
-    data = storage.read(name)
-    if data is None:
-        return None
-    head, mark, items = bytes(data).partition(_ITEMS)
-    manifest = _parse(storage, name, bytearray(head + b"}" if mark else head))
-    if not mark or not data.endswith(b"]}}") or not isinstance(manifest.get("files"), dict):
-        raise IntegrityError(f"{storage.url}/{name} names no files or no items", file=name)
-    ref = ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest["files"])
-    return PartialManifest(ref, manifest, items[:-1])
 
 
 def report_failure(storage: Storage, save_id: str, rank: int, message: str) -> None:
@@ -219,8 +52,7 @@ def report_failure(storage: Storage, save_id: str, rank: int, message: str) -> N
     Raises:
         WriteError: The storage refuses.
     """
-    report = {"version": _VERSION, "rank": rank, "message": message}
-    storage.put(f"{FOLDER}{save_id}/failed-rank-{rank:05}.json", _to_json(report))
+    storage.put(f"{FOLDER}{save_id}/failed-rank-{rank:05}.json", seal({"rank": rank, "message": message}))
 
 
 def failures(storage: Storage, save_id: str) -> dict[int, str]:
@@ -254,11 +86,10 @@ def committed_by(storage: Storage) -> str | None:
         storage: The checkpoint's directory.
 
     Returns:
-        The id, as `publish` was told; None without a checkpoint, for one of another tool, and for one that is
-        replaced again and again meanwhile.
+        The id, as `publish` was told; None without a checkpoint, for one of another tool, one that is damaged
+        and one that is replaced again and again meanwhile.
 
     Raises:
-        IntegrityError: The record is unreadable; `file` is filled.
         WriteError: The storage refuses.
     """
     for _ in range(_SETTLE_ATTEMPTS):
@@ -266,11 +97,9 @@ def committed_by(storage: Storage) -> str | None:
             metadata = storage.read(METADATA)
             if metadata is None:
                 return None
-            name = _record_name(metadata)
-            record = storage.read(name)
+            record = storage.read(record_name(metadata))
             if record is not None:
-                save_id = _parse_object(storage, name, record).get("save_id")
-                return None if save_id is None else str(save_id)
+                return _save_id_of(record)
             # The next save may have published, and swept the record, between the two reads.
             if storage.read(METADATA) == metadata:
                 return None
@@ -281,19 +110,72 @@ def committed_by(storage: Storage) -> str | None:
     return None
 
 
-def claim(storage: Storage, save_id: str) -> None:
-    """Record that the save `save_id` is the one that may publish here; an earlier one will be refused."""
-    record = {"save_id": save_id, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-    storage.put(_OWNER, json.dumps(record).encode())
+def _save_id_of(record: bytearray) -> str | None:
+    try:
+        save_id = json.loads(record)["save_id"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return None if save_id is None else str(save_id)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right of one save to publish in a directory, until another one claims it.
+
+    Attributes:
+        save_id: The save.
+        rank: None for the whole checkpoint; else the rank that publishes only its own part, uncontested.
+        found: What saves before it have left or committed, in an order in which it can be removed.
+    """
+
+    save_id: str
+    rank: int | None
+    found: tuple[str, ...]
+
+    def check(self, storage: Storage) -> None:
+        """Refuse to go on if another save has claimed the directory since.
+
+        Raises:
+            CommitError: One has.
+            IntegrityError: The owner record is damaged.
+            WriteError: The storage refuses.
+        """
+        if self.rank is not None:
+            return
+        data = storage.read(_OWNER)
+        owner = {} if data is None else unseal(storage, _OWNER, data)
+        if owner.get("save_id") != self.save_id:
+            who = "nobody" if data is None else data.decode(errors="replace")
+            raise CommitError(
+                f"not published: {storage.url} was claimed by another save while this one ({self.save_id}) "
+                f"ran: {who}"
+            )
+
+
+def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
+    """Take a directory for the save `save_id`: saves that have claimed it earlier will be refused.
+
+    Args:
+        storage: The checkpoint's directory, which exists.
+        save_id: The save.
+        rank: None for the whole checkpoint; else the rank that will publish only its own part.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    if rank is None:
+        owner = {"save_id": save_id, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        storage.put(_OWNER, seal(owner))
+        # A save that saw its own claim a moment ago may be about to publish: it does so now, or not at all.
+        storage.revoke(METADATA)
+    return Claim(save_id, rank, tuple(_find(storage, rank)))
 
 
 def publish(
     storage: Storage,
     metadata: bytes,
-    *,
-    save_id: str,
+    claimed: Claim,
     manifests: Sequence[ManifestRef],
-    rank: int | None = None,
     details: dict[str, Any] | None = None,
 ) -> None:
     """Make the files that `manifests` list the checkpoint.
@@ -301,16 +183,15 @@ def publish(
     Args:
         storage: The checkpoint's directory.
         metadata: Pickled metadata.
-        save_id: The save that `claim` was called with.
+        claimed: The save's claim.
         manifests: One for each rank that wrote something.
-        rank: None for the whole checkpoint; else the rank that publishes only its own part.
         details: What else the commit record shall say.
 
     Raises:
         CommitError: Another save has claimed the directory, or a file is missing or has another size.
         WriteError: The storage refuses.
     """
-    _check_owner(storage, save_id, rank)
+    claimed.check(storage)
     present = storage.list()
     for ref in manifests:
         for name, nbytes in ref.files.items():
@@ -319,30 +200,25 @@ def publish(
                     f"not published: {storage.url}/{name} should hold {nbytes} bytes and "
                     f"{'is missing' if name not in present else f'holds {present[name]}'}"
                 )
+    data = metadata + TRAILER
+    published = metadata_name(claimed.rank)
     record = {
-        "version": _VERSION,
-        "save_id": save_id,
-        "metadata": metadata_name(rank),
+        "save_id": claimed.save_id,
+        "metadata": published,
         "manifests": [{"name": ref.name, "sha256": ref.sha256} for ref in manifests],
         **(details or {}),
     }
-    storage.put(_record_name(metadata), _to_json(record))
-    # Looked for before the last check: what a save that claims the directory later writes is not among it.
-    stale = _stale(storage, metadata, manifests, rank)
-    _check_owner(storage, save_id, rank)
-    storage.put(str(record["metadata"]), metadata)
-    _sweep(storage, stale)
-
-
-def _check_owner(storage: Storage, save_id: str, rank: int | None) -> None:
-    if rank is not None:
-        return
-    owner = storage.read(_OWNER)
-    if owner is None or f'"save_id": "{save_id}"'.encode() not in owner:
-        who = "nobody" if owner is None else owner.decode(errors="replace")
-        raise CommitError(
-            f"not published: {storage.url} was claimed by another save while this one ({save_id}) ran: {who}"
-        )
+    storage.put(record_name(data), seal(record))
+    try:
+        storage.put(published, data, last_check=lambda: claimed.check(storage))
+    except WriteError:
+        # Revoked at the last moment, or a failure of the storage.
+        claimed.check(storage)
+        raise
+    keep = {record_name(data), published}
+    for ref in manifests:
+        keep |= {ref.name, ref.name.rpartition("/")[0] + "/", *ref.files}
+    _remove(storage, [name for name in claimed.found if name not in keep], "is committed")
 
 
 def refuse_part(storage: Storage) -> None:
@@ -361,55 +237,111 @@ def refuse_part(storage: Storage) -> None:
         )
 
 
-def metadata_name(rank: int | None) -> str:
-    """Return the name of the metadata of all ranks, or of the one that published only its own part."""
-    return METADATA if rank is None else f"__{rank}{METADATA}"
+def reclaim(storage: Storage, save_id: str) -> bool:
+    """Remove a directory in which nothing was ever committed, if it holds nothing but what saves left.
+
+    Args:
+        storage: The directory. A save that is still under way there will be refused.
+        save_id: Of the save on whose behalf this is done; it never saved there.
+
+    Returns:
+        Whether the directory is gone.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    if _has_metadata(storage):
+        return False
+    if not _find(storage) and storage.read(_OWNER, nbytes=0) is None:
+        # Made, and not more; or the directory of somebody else.
+        return storage.remove_directory()
+    found = claim(storage, save_id).found
+    # Whoever was about to publish has done so by now, or never will.
+    if _has_metadata(storage):
+        return False
+    _remove(storage, [*found, _OWNER, FOLDER], "was never completed")
+    return storage.remove_directory()
 
 
-def _record_name(metadata: bytes | bytearray) -> str:
-    return f"{FOLDER}commit-{hashlib.sha256(metadata).hexdigest()}.json"
+def leftovers(storage: Storage) -> list[str]:
+    """Return what saves have left in a directory and no committed checkpoint names.
+
+    What a save that is under way has written so far is among it.
+
+    Raises:
+        CheckpointError: The checkpoint there is damaged, or of another version.
+        WriteError: The storage refuses.
+    """
+    return _unnamed(storage, _find(storage))
 
 
-def _stale(
-    storage: Storage, metadata: bytes, manifests: Sequence[ManifestRef], rank: int | None
-) -> list[str]:
-    """Return what earlier saves left, in an order in which it can be removed."""
-    keep = {name for ref in manifests for name in ref.files} | {metadata_name(rank)}
-    stale = []
+def sweep(storage: Storage, save_id: str) -> list[str]:
+    """Remove what saves have left in a directory and no committed checkpoint names.
+
+    Args:
+        storage: The directory. A save that is still under way there will be refused.
+        save_id: On whose behalf; no save ever had it.
+
+    Returns:
+        What was to be removed; what could not be is said in the log.
+
+    Raises:
+        CheckpointError: The checkpoint there is damaged, or of another version: nothing was removed.
+        WriteError: The storage refuses.
+    """
+    found = _unnamed(storage, claim(storage, save_id).found)
+    _remove(storage, found, "is swept")
+    return found
+
+
+def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
+    keep = {_OWNER}
+    names = [name for name in storage.list() if _METADATA.fullmatch(name) and not name.endswith(".tmp")]
+    for name in names:
+        keep.add(name)
+        data = storage.read(name)
+        record = None if data is None else find_record(storage, bytes(data), name)
+        if record is None:
+            # Of another tool: nobody knows which files are its.
+            return []
+        keep.add(record.name)
+        for manifest, sha256 in record.manifests:
+            keep |= {manifest, manifest.rpartition("/")[0] + "/"}
+            keep |= {str(file) for file in read_manifest(storage, manifest, sha256)["files"]}
+    return [name for name in found if name not in keep]
+
+
+def _has_metadata(storage: Storage) -> bool:
+    return any(_METADATA.fullmatch(name) and not name.endswith(".tmp") for name in storage.list())
+
+
+def _find(storage: Storage, rank: int | None = None) -> list[str]:
+    """Return what saves, or those of one rank, have left, in an order in which it can be removed."""
+    found = []
     for name in storage.list():
         ours = _IMAGE.fullmatch(name) or _METADATA.fullmatch(name)
-        if ours is not None and name not in keep and (rank is None or ours[1] == str(rank)):
-            stale.append(name)
-    folders = {ref.name.rpartition("/")[0] + "/" for ref in manifests}
-    return stale + _stale_records(storage, {_record_name(metadata), _OWNER}, folders, rank)
+        if ours is not None and (rank is None or ours[1] == str(rank)):
+            found.append(name)
+    return found + _find_records(storage, rank)
 
 
-def _stale_records(storage: Storage, keep: set[str], keep_folders: set[str], rank: int | None) -> list[str]:
-    stale = []
+def _find_records(storage: Storage, rank: int | None) -> list[str]:
+    found = []
     prefixes = ("",) if rank is None else (f"rank-{rank:05}.", f"failed-rank-{rank:05}.")
     for entry in storage.list(FOLDER):
         name = FOLDER + entry
-        if name in keep or name in keep_folders:
+        if name == _OWNER:
             continue
         if entry.endswith("/"):
             inners = storage.list(name)
             ours = [inner for inner in inners if inner.startswith(prefixes)]
-            stale += [name + inner for inner in ours]
+            found += [name + inner for inner in ours]
             # An empty folder may be one that another rank has just made.
             if len(ours) == len(inners) and (ours or rank is None):
-                stale.append(name)
+                found.append(name)
         elif rank is None or _belongs_to(storage, name, rank):
-            stale.append(name)
-    return stale
-
-
-def _sweep(storage: Storage, names: Sequence[str]) -> None:
-    """Remove `names`; a failure costs disk space and is said, the checkpoint is committed."""
-    try:
-        for name in names:
-            storage.delete(name)
-    except WriteError as error:
-        _LOG.warning("%s is committed; what earlier saves left there stays: %s", storage.url, error)
+            found.append(name)
+    return found
 
 
 def _belongs_to(storage: Storage, name: str, rank: int) -> bool:
@@ -417,142 +349,21 @@ def _belongs_to(storage: Storage, name: str, rank: int) -> bool:
     return record is not None and f'"metadata":"{metadata_name(rank)}"'.encode() in record
 
 
-class Integrity:
-    """The checksums of a committed checkpoint.
-
-    Args:
-        url: The checkpoint, for messages.
-        items: For each (file, offset): size in bytes and checksums of the blocks.
-    """
-
-    def __init__(self, url: str, items: dict[tuple[str, int], tuple[int, Sequence[int]]]) -> None:
-        self._url = url
-        self._items = items
-
-    def check(self, file: str, offset: int, data: bytearray, fqn: str) -> None:
-        """Compare the bytes of an item, as read, with what was written.
-
-        Args:
-            file: Name of its file.
-            offset: Where it begins there, in bytes.
-            data: All of its bytes.
-            fqn: Name of the entry, for messages.
-
-        Raises:
-            IntegrityError: They differ; `file`, `item`, `expected` and `found` are filled.
-        """
-        recorded = self._items.get((file, offset))
-        if recorded is None:
-            raise IntegrityError(
-                f"{self._url}/{file}: no manifest lists {fqn!r} at byte {offset}", file=file, item=fqn
-            )
-        nbytes, checksums = recorded
-        if nbytes != len(data):
-            raise IntegrityError(
-                f"{self._url}/{file}: {fqn!r} at byte {offset} has {len(data)} of {nbytes} bytes",
-                file=file, item=fqn, expected=nbytes, found=len(data),
-            )  # fmt: skip
-        if not checksums:
-            return
-        with memoryview(data) as view:
-            for (start, size), expected in zip(block_spans(offset, nbytes), checksums, strict=True):
-                with view[start - offset : start - offset + size] as block:
-                    found = checksum(block)
-                if found != expected:
-                    raise IntegrityError(
-                        f"{self._url}/{file}: {fqn!r} is damaged between bytes {start} and {start + size}: "
-                        f"CRC32C {found:08x}, written as {expected:08x}",
-                        file=file, item=fqn, expected=expected, found=found,
-                    )  # fmt: skip
-
-
-def load_integrity(storage: Storage, metadata: bytes) -> Integrity | None:
-    """Return the checksums that belong to `metadata`, or None if another tool wrote it.
-
-    Args:
-        storage: The checkpoint's directory.
-        metadata: Bytes of its `.metadata`.
-
-    Raises:
-        IntegrityError: A manifest is missing, unreadable or not the one that was committed.
-    """
-    record_name = _record_name(metadata)
-    record = storage.read(record_name)
-    if record is None:
-        return None
-    items: dict[tuple[str, int], tuple[int, Sequence[int]]] = {}
-    parsed = _parse(storage, record_name, record)
-    if "manifests" not in parsed:
-        raise IntegrityError(f"{storage.url}/{record_name} names no manifests", file=record_name)
-    for ref in parsed["manifests"]:
-        data = storage.read(ref["name"])
-        if data is None:
-            raise IntegrityError(f"{storage.url}/{ref['name']} is missing", file=ref["name"])
-        found = hashlib.sha256(data).hexdigest()
-        if found != ref["sha256"]:
-            raise IntegrityError(
-                f"{storage.url}/{ref['name']} is not the manifest that was committed",
-                file=ref["name"], expected=ref["sha256"], found=found,
-            )  # fmt: skip
-        manifest = _parse(storage, ref["name"], data)
+def _remove(storage: Storage, names: Iterable[str], what: str) -> None:
+    """Remove `names`; a failure costs disk space and is said."""
+    refused: list[WriteError] = []
+    for name in names:
         try:
-            _add_checksums(items, manifest)
-        except (ValueError, LookupError, TypeError) as error:
-            raise IntegrityError(
-                f"{storage.url}/{ref['name']} contradicts itself: {error}", file=ref["name"]
-            ) from error
-    return Integrity(storage.url, items)
-
-
-def _add_checksums(items: dict[tuple[str, int], tuple[int, Sequence[int]]], manifest: dict[str, Any]) -> None:
-    """Add to `items`, as `Integrity` takes them, those of a parsed manifest.
-
-    Raises:
-        ValueError: The checksums do not fit the items.
-    """
-    names = list(manifest["files"])
-    table = manifest["items"]
-    spans: list[list[tuple[int, int]]] = [[] for _ in names]
-    for file, offset, size in zip(table["item_files"], table["offsets"], table["sizes"], strict=True):
-        spans[file].append((offset, size))
-    columns = [base64.b64decode(text, validate=True) for text in manifest["checksums"]]
-    has_checksums = any(columns)
-    for name, file_spans, packed in zip(names, spans, columns, strict=True):
-        found, rest = divmod(len(packed), _CHECKSUM_BYTES)
-        checksums = struct.unpack_from(f"<{found}I", packed)
-        start = 0
-        for offset, size in sorted(file_spans):
-            end = start + _num_blocks(offset, size) if has_checksums else start
-            items[name, offset] = (size, checksums[start:end])
-            start = end
-        if start != found or rest:
-            raise ValueError(f"{len(packed)} bytes of checksums for the {start} blocks in {name}")
-
-
-def _num_blocks(offset: int, nbytes: int) -> int:
-    """Return how many spans `block_spans` yields."""
-    if nbytes == 0:
-        return 0
-    return (offset + nbytes - 1) // CHECKSUM_BLOCK_BYTES - offset // CHECKSUM_BLOCK_BYTES + 1
-
-
-def _parse(storage: Storage, name: str, data: bytearray) -> dict[str, Any]:
-    parsed = _parse_object(storage, name, data)
-    version = parsed.get("version")
-    if version is None:
-        raise IntegrityError(f"{storage.url}/{name} is not readable: it has no version", file=name)
-    if version != _VERSION:
-        raise CheckpointError(
-            f"{storage.url}/{name} has version {version}; this distckpt reads version {_VERSION}"
+            storage.delete(name)
+        except WriteError as error:
+            # A folder in which somebody left something since: the next save sees it.
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                refused.append(error)
+    if refused:
+        _LOG.warning(
+            "%s %s; what saves before it left there stays, in %d places: %s",
+            storage.url,
+            what,
+            len(refused),
+            refused[0],
         )
-    return parsed
-
-
-def _parse_object(storage: Storage, name: str, data: bytearray) -> dict[str, Any]:
-    try:
-        parsed = json.loads(data)
-    except ValueError as error:
-        raise IntegrityError(f"{storage.url}/{name} is not readable: {error}", file=name) from error
-    if not isinstance(parsed, dict):
-        raise IntegrityError(f"{storage.url}/{name} is not readable: it holds no object", file=name)
-    return parsed

@@ -212,6 +212,14 @@ class CheckpointConfig:
             metavar="NAME",
         ),
     )
+    ckpt_weights_only: bool = field(
+        default=True,
+        metadata=_describe(
+            "load Python objects only if torch.load(weights_only=True) takes them; without it, loading a "
+            "checkpoint can run whatever code its author wants",
+            _check_bool,
+        ),
+    )
     ckpt_on_failure: str = field(
         default="raise",
         metadata=_describe(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -23,10 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from distckpt.commit import ItemTable, Manifest, plan_digest
-from distckpt.errors import CommitError, StagingError
+from distckpt.errors import CheckpointError, CommitError, IntegrityError, StagingError
 from distckpt.formats import Frame
 from distckpt.geometry import misfit
+from distckpt.manifest import ItemTable, Manifest, plan_digest
 from distckpt.staging import Item, StagingFailure, is_raw
 
 if TYPE_CHECKING:
@@ -34,6 +35,18 @@ if TYPE_CHECKING:
 
     from distckpt.engine import Engine, Written
 
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+_FREE_GLOBALS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    ("_codecs", "encode"),
+    *(("builtins", name) for name in ("set", "frozenset", "complex", "bytearray", "slice", "range")),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
+}
+"""What a pickled Metadata names beside torch's classes of metadata; none of it does anything when called."""
 _NEW = copyreg.__newobj__  # type: ignore[attr-defined]
 DCP_VERSION = "1.0.0"
 """Source: CURRENT_DCP_VERSION in torch/distributed/checkpoint/filesystem.py, 2.9 to 2.14."""
@@ -199,6 +212,60 @@ def pickle_metadata(metadata: Metadata, dtypes: dict[str, torch.dtype]) -> bytes
     }
     pickler.dump(replace(metadata, state_dict_metadata=entries))
     return buffer.getvalue()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds what a Metadata consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = None
+        if (module, name) in _FREE_GLOBALS:
+            found = super().find_class(module, name)
+        elif module == "torch":
+            constant = getattr(torch, name, None)
+            found = (
+                constant if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)) else None
+            )
+        elif module == _METADATA_MODULE:
+            kind = getattr(torch_metadata, name, None)
+            is_own = isinstance(kind, type) and kind.__module__ == _METADATA_MODULE
+            found = kind if is_own else None
+        if found is None:
+            raise _ForeignGlobal(f"{module}.{name}")
+        return found
+
+
+class _ForeignGlobal(Exception):
+    """A pickle wants something that is no part of a Metadata."""
+
+
+def unpickle_metadata(data: bytes, where: str, *, weights_only: bool = True) -> Metadata:
+    """Return the Metadata that `data` holds.
+
+    Args:
+        data: A pickle, and what may stand behind it.
+        where: Its file, for messages.
+        weights_only: Whether to refuse what is no part of a Metadata, instead of running it.
+
+    Raises:
+        CheckpointError: It names something else, and `weights_only` is set.
+        IntegrityError: It cannot be read; `file` is filled.
+    """
+    try:
+        kind = _MetadataUnpickler if weights_only else pickle.Unpickler
+        metadata = kind(io.BytesIO(data)).load()
+    except _ForeignGlobal as error:
+        raise CheckpointError(
+            f"{where} names {error}, which is no part of torch's Metadata: unpickling it can run code; "
+            f"ckpt_weights_only=False does so, for a checkpoint that you trust"
+        ) from None
+    except Exception as error:
+        raise IntegrityError(
+            f"{where} cannot be read: {type(error).__name__}: {error}", file=where
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise IntegrityError(f"{where} holds {type(metadata).__name__}, not Metadata", file=where)
+    return metadata
 
 
 def _reduce_info(info: _StorageInfo) -> tuple[Any, ...]:

@@ -9,19 +9,23 @@ import io
 import logging
 import os
 import pickle
+import re
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from distckpt.commit import Integrity, load_integrity, metadata_name
 from distckpt.config import CheckpointConfig
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError
 from distckpt.formats import open_format
+from distckpt.integrity import Integrity, load_integrity
+from distckpt.manifest import metadata_name
+from distckpt.metadata import unpickle_metadata
 from distckpt.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 _LOG = logging.getLogger(__name__)
+_SETTLE_ATTEMPTS = 3
 _Path = str | os.PathLike[str]
 
 
@@ -108,37 +113,49 @@ class StorageReader(TorchStorageReader):
             IntegrityError: The metadata is damaged.
         """
         storage = self._storage()
-        rank = kwargs.get("rank")
-        name = metadata_name(rank)
-        data = storage.read(name)
-        if data is None:
-            raise CheckpointError(f"{storage.url} holds no complete checkpoint: {name} is missing")
-        raw = bytes(data)
+        name = metadata_name(kwargs.get("rank"))
         # torch does not reset a reader between two loads from one path.
-        self._integrity = self._damage = None
-        if self._verify:
-            try:
-                self._integrity = load_integrity(storage, raw)
-            except CheckpointError as error:
-                # torch takes an error here for a missing `.metadata`: raised where it asks next.
-                self._damage = error
-            if self._integrity is None and self._damage is None:
-                _LOG.warning(
-                    "%s has no commit record of distckpt: it is loaded without verification", storage.url
-                )
-        try:
-            metadata = pickle.loads(raw)
-        except Exception as error:
-            raise IntegrityError(f"{storage.url}/{name} cannot be read: {error}", file=name) from error
-        if not isinstance(metadata, Metadata):
-            raise IntegrityError(
-                f"{storage.url}/{name} holds {type(metadata).__name__}, not Metadata", file=name
+        self._integrity = None
+        raw, self._damage = self._read_verified(storage, name)
+        if self._damage is None:
+            metadata = unpickle_metadata(
+                raw, f"{storage.url}/{name}", weights_only=self._config.ckpt_weights_only
             )
+        else:
+            # torch takes an error here for a missing `.metadata`: it is raised where torch asks next.
+            metadata = Metadata({}, storage_data={})
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self._load_id
         self._metadata = metadata
         return metadata
+
+    def _read_verified(self, storage: Storage, name: str) -> tuple[bytes, CheckpointError | None]:
+        """Return the bytes of the metadata, and what is found damaged when they are compared with the commit.
+
+        Raises:
+            CheckpointError: There are none.
+        """
+        data = storage.read(name)
+        for attempt in range(_SETTLE_ATTEMPTS):
+            if data is None:
+                raise CheckpointError(f"{storage.url} holds no complete checkpoint: {name} is missing")
+            if not self._verify:
+                break
+            try:
+                self._integrity = load_integrity(storage, bytes(data), name)
+            except CheckpointError as error:
+                # A save may have replaced it, and removed its record, since it was read.
+                known, data = data, storage.read(name)
+                if data == known or attempt + 1 == _SETTLE_ATTEMPTS:
+                    return bytes(data or b""), error
+            else:
+                if self._integrity is None:
+                    _LOG.warning(
+                        "%s has no commit record of distckpt: it is loaded without verification", storage.url
+                    )
+                break
+        return bytes(data or b""), None
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -218,6 +235,9 @@ class StorageReader(TorchStorageReader):
             self._integrity.check(info.relative_path, info.offset, data, fqn)
         for request in requests:
             if request.type is LoadItemType.BYTE_IO:
+                if self._config.ckpt_weights_only:
+                    # The planner lets torch.load run whatever it finds.
+                    self._load_safely(data, info, fqn)
                 planner.load_bytes(request, io.BytesIO(data))
         tensors = [request for request in requests if request.type is not LoadItemType.BYTE_IO]
         if not tensors:
@@ -228,6 +248,14 @@ class StorageReader(TorchStorageReader):
         assert isinstance(entry, TensorStorageMetadata)
         chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
         source = self._format.decode(data, entry.properties.dtype, chunk.sizes)
+        if source is None:
+            source = self._load_safely(data, info, fqn)
+        if not isinstance(source, torch.Tensor):
+            raise IntegrityError(
+                f"{self._path}/{info.relative_path}: {fqn!r} at byte {info.offset} holds "
+                f"{type(source).__name__}, not a tensor",
+                file=info.relative_path, item=fqn,
+            )  # fmt: skip
         for request in tensors:
             part = narrow_tensor_by_index(source, request.storage_offsets, request.lengths)
             target = planner.resolve_tensor(request).detach()
@@ -237,6 +265,32 @@ class StorageReader(TorchStorageReader):
                 )
             target.copy_(part)
             planner.commit_tensor(request, target)
+
+    def _load_safely(self, data: bytearray, info: _StorageInfo, fqn: str) -> Any:
+        """Return what torch.load makes of an item, unless that can run code.
+
+        Raises:
+            CheckpointError: It can, and `ckpt_weights_only` is set.
+            IntegrityError: It is no archive of torch.save.
+        """
+        where = f"{self._path}/{info.relative_path}: {fqn!r} at byte {info.offset}"
+        weights_only = self._config.ckpt_weights_only
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            # torch's own text is a page long; what it refuses is named in one of its lines.
+            names = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"names {names[1]}" if names else "is more than tensors and plain values"
+            raise CheckpointError(
+                f"{where} {what}, and loading it can run code: torch.serialization.add_safe_globals admits "
+                f"it, and ckpt_weights_only=False everything, for a checkpoint that you trust"
+            ) from None
+        except Exception as error:
+            raise IntegrityError(
+                f"{where} cannot be loaded: {type(error).__name__}: {error}",
+                file=info.relative_path,
+                item=fqn,
+            ) from error
 
     def _storage(self) -> Storage:
         if self._path is None:

@@ -37,18 +37,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from distckpt import observe
-from distckpt.commit import (
-    ManifestRef,
-    claim,
-    publish,
-    refuse_part,
-    write_manifest,
-)
+from distckpt.commit import Claim, claim, publish, refuse_part
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
 from distckpt.engine import Engine, collector_paused
 from distckpt.errors import CheckpointError, CommitError, ConfigError, DistckptWarning, StagingError
 from distckpt.exitstatus import note_failure, watch_exit
+from distckpt.manifest import ManifestRef, write_manifest
 from distckpt.metadata import DCP_VERSION, manifest_of, merge_results, pickle_metadata, resolve_items
 from distckpt.signature import local_tensors
 from distckpt.staging import StagedUse, StagingFailure
@@ -90,6 +85,7 @@ class _Save:
     participant: Participant = field(default_factory=Participant)
     is_set_up: bool = False
     started: float = 0.0
+    claimed: Claim | None = None
     storage: Storage | None = None
     """Opened once: a relative path means the same until the end, wherever the process goes meanwhile."""
 
@@ -242,9 +238,10 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             storage = self._storage(save)
             if not save.participant.use_collectives:
                 refuse_part(storage)
-            elif save.participant.is_coordinator:
+            if save.participant.publishes:
                 storage.prepare()
-                claim(storage, save.save_id)
+                rank = None if save.participant.use_collectives else save.participant.rank
+                save.claimed = claim(storage, save.save_id, rank)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -483,13 +480,13 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         with collector_paused():
             metadata.storage_data = merge_results(metadata, results, whole=participant.use_collectives)
             pickled = pickle_metadata(metadata, dtypes)
+        assert save.claimed is not None, "prepare_local_plan has claimed the directory"
         publish(
             self._storage(save),
             pickled,
-            save_id=save.save_id,
-            manifests=manifests,
-            rank=None if participant.use_collectives else participant.rank,
-            details={
+            save.claimed,
+            manifests,
+            {
                 "world": len(results),
                 "format": self._config.ckpt_format,
                 "seconds": round(time.monotonic() - save.started, 3),

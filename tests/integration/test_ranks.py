@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from distckpt import CommitError, StorageReader, StorageWriter
-from distckpt.commit import ManifestRef, publish
+from distckpt.commit import claim, publish
+from distckpt.manifest import ManifestRef
 from distckpt.storage import open_storage
 from integration.ranks import states, training
 from integration.ranks.world import Ranks
@@ -297,7 +298,8 @@ def test_a_rank_without_collectives_leaves_the_folder_of_another_alone(tmp_path:
     folder = tmp_path / ".distckpt" / "abc"
     folder.mkdir(parents=True)
     manifest = ManifestRef(".distckpt/def/rank-00000.json", "", {})
-    publish(open_storage(tmp_path), b"metadata", save_id="def", manifests=[manifest], rank=0)
+    storage = open_storage(tmp_path)
+    publish(storage, b"metadata", claim(storage, "def", rank=0), [manifest])
     assert folder.is_dir()
 
 

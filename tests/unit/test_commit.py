@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import logging
+import pickle
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,24 +18,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distckpt.commit import (
-    METADATA,
-    Integrity,
-    ItemTable,
-    Manifest,
-    ManifestRef,
+    Claim,
     claim,
     committed_by,
     failures,
-    load_integrity,
-    manifest_name,
-    plan_digest,
+    leftovers,
     publish,
-    read_partial,
+    reclaim,
     refuse_part,
     report_failure,
-    write_manifest,
+    sweep,
 )
 from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
+from distckpt.integrity import Integrity, load_integrity
+from distckpt.manifest import (
+    METADATA,
+    TRAILER,
+    ItemTable,
+    Manifest,
+    ManifestRef,
+    manifest_name,
+    plan_digest,
+    read_partial,
+    seal,
+    unseal,
+    write_manifest,
+)
 from distckpt.storage import ImageFile, Storage, open_storage
 from distckpt.worker import CHECKSUM_BLOCK_BYTES, block_spans, checksum
 
@@ -65,11 +74,11 @@ def write_rank(storage: Storage, save_id: str, rank: int, data: bytes) -> Manife
 
 def save(storage: Storage, save_id: str, ranks: int = 2) -> bytes:
     """Save `ranks` items of the bytes of `save_id`; returns the metadata."""
-    metadata = f"metadata of {save_id}".encode()
-    claim(storage, save_id)
+    claimed = claim(storage, save_id)
     refs = [write_rank(storage, save_id, rank, f"{save_id} {rank}".encode() * 9) for rank in range(ranks)]
-    publish(storage, metadata, save_id=save_id, manifests=refs, details={"world": ranks})
-    return metadata
+    metadata = pickle.dumps(f"metadata of {save_id}")
+    publish(storage, metadata, claimed, refs, {"world": ranks})
+    return metadata + TRAILER
 
 
 def names(folder: Path) -> set[str]:
@@ -90,7 +99,10 @@ def test_what_is_published_can_be_verified(storage: Storage, tmp_path: Path) -> 
 
 
 def test_metadata_of_another_tool_is_unverifiable(storage: Storage) -> None:
-    assert load_integrity(storage, b"somebody's metadata") is None
+    theirs = pickle.dumps("somebody's metadata")
+    assert load_integrity(storage, theirs) is None
+    save(storage, "0a")
+    assert load_integrity(storage, theirs) is None, "who has replaced ours, be it so"
 
 
 def test_an_overwrite_leaves_the_new_files_only(storage: Storage, tmp_path: Path) -> None:
@@ -111,40 +123,41 @@ def test_an_overwrite_leaves_the_new_files_only(storage: Storage, tmp_path: Path
 
 
 def test_a_save_that_was_overtaken_is_refused(storage: Storage, tmp_path: Path) -> None:
-    claim(storage, "0a")
+    claimed = claim(storage, "0a")
     ref = write_rank(storage, "0a", 0, b"first")
     claim(storage, "0b")
     before = names(tmp_path)
     with pytest.raises(CommitError, match=r"claimed by another save .*0b"):
-        publish(storage, b"metadata", save_id="0a", manifests=[ref])
+        publish(storage, b"metadata", claimed, [ref])
     assert names(tmp_path) == before
 
 
 def test_nobody_publishes_without_a_claim(storage: Storage) -> None:
     with pytest.raises(CommitError, match="nobody"):
-        publish(storage, b"metadata", save_id="0a", manifests=[])
+        publish(storage, b"metadata", Claim("0a", None, ()), [])
 
 
 @pytest.mark.parametrize("nbytes", [None, 0, 4, 6])
 def test_a_file_that_is_missing_or_has_another_size_is_refused(
     storage: Storage, tmp_path: Path, nbytes: int | None
 ) -> None:
-    claim(storage, "0a")
+    claimed = claim(storage, "0a")
     ref = write_rank(storage, "0a", 0, b"first")
     if nbytes is None:
         (tmp_path / "__0_0.distcp").unlink()
     else:
         (tmp_path / "__0_0.distcp").write_bytes(bytes(nbytes))
     with pytest.raises(CommitError, match=r"__0_0\.distcp should hold 5 bytes"):
-        publish(storage, b"metadata", save_id="0a", manifests=[ref])
+        publish(storage, b"metadata", claimed, [ref])
     assert not (tmp_path / METADATA).exists()
 
 
 def test_a_rank_that_publishes_alone_sweeps_what_is_its_own(storage: Storage, tmp_path: Path) -> None:
     for save_id in ("0a", "0b"):
         for rank in (0, 1, 11):
+            claimed = claim(storage, save_id, rank)
             ref = write_rank(storage, save_id, rank, save_id.encode())
-            publish(storage, f"{save_id} {rank}".encode(), save_id=save_id, manifests=[ref], rank=rank)
+            publish(storage, f"{save_id} {rank}".encode(), claimed, [ref])
     kept = {f"__{rank}_0.distcp.0b" for rank in (0, 1, 11)} | {f"__{rank}{METADATA}" for rank in (0, 1, 11)}
     assert {name for name in names(tmp_path) if "/" not in name} == kept
     assert len(list((tmp_path / ".distckpt").glob("commit-*"))) == 3
@@ -188,9 +201,13 @@ class FaultyStorage:
         self.step(f"check_image {name}")
         self.inner.check_image(name, nbytes)
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         self.step(f"put {name}")
-        self.inner.put(name, data)
+        self.inner.put(name, data, last_check)
+
+    def revoke(self, name: str) -> None:
+        self.step(f"revoke {name}")
+        self.inner.revoke(name)
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
         self.step(f"read {name}")
@@ -203,6 +220,10 @@ class FaultyStorage:
     def delete(self, name: str) -> None:
         self.step(f"delete {name}")
         self.inner.delete(name)
+
+    def remove_directory(self) -> bool:
+        self.step("remove_directory")
+        return self.inner.remove_directory()
 
 
 def test_an_error_of_any_call_leaves_old_or_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -253,7 +274,10 @@ def test_an_error_of_any_call_leaves_old_or_new(tmp_path: Path, caplog: pytest.L
         ),
         (lambda manifest, record: record.write_bytes(b"{}"), IntegrityError),
         (lambda manifest, record: record.write_bytes(b"[]"), IntegrityError),
-        (lambda manifest, record: record.write_bytes(b'{"version": 2}'), IntegrityError),
+        (lambda manifest, record: record.write_bytes(b'{"version": 3}'), IntegrityError),
+        (lambda manifest, record: record.write_bytes(seal({})), IntegrityError),
+        (lambda manifest, record: record.write_bytes(seal({"manifests": [1]})), IntegrityError),
+        (lambda manifest, record: record.unlink(), IntegrityError),
         (lambda manifest, record: record.write_bytes(record.read_bytes()[:-9]), IntegrityError),
         (lambda manifest, record: record.write_bytes(b"[] []"), IntegrityError),
         (lambda manifest, record: record.write_bytes(b'{"version": 99, "manifests": []}'), CheckpointError),
@@ -276,11 +300,13 @@ def test_another_version_is_refused_by_name(storage: Storage, tmp_path: Path, na
     metadata = save(storage, "0a")
     path, record = (next((tmp_path / ".distckpt").glob(pattern)) for pattern in (name, "commit-*.json"))
     before = path.read_bytes()
-    after = before.replace(b'"version":2', b'"version":1')
+    after = before.replace(b'"version":3', b'"version":2')
     path.write_bytes(after)
-    old, new = (hashlib.sha256(data).hexdigest() for data in (before, after))
-    record.write_text(record.read_text().replace(old, new))
-    with pytest.raises(CheckpointError, match=rf"{path.name} has version 1; .* reads version 2"):
+    if path != record:
+        fields = unseal(storage, "record", record.read_bytes())
+        fields["manifests"][0]["sha256"] = hashlib.sha256(after).hexdigest()
+        record.write_bytes(seal(fields))
+    with pytest.raises(CheckpointError, match=rf"{path.name} has version 2; .* reads version 3"):
         load_integrity(storage, metadata)
 
 
@@ -288,10 +314,9 @@ def commit_manifest(storage: Storage, data: bytes) -> bytes:
     """Commit `data` as the manifest of a save that wrote no files; returns the metadata."""
     name = manifest_name("0a", 0)
     storage.put(name, data)
-    claim(storage, "0a")
     refs = [ManifestRef(name, hashlib.sha256(data).hexdigest(), {})]
-    publish(storage, b"metadata", save_id="0a", manifests=refs)
-    return b"metadata"
+    publish(storage, b"metadata", claim(storage, "0a"), refs)
+    return b"metadata" + TRAILER
 
 
 SIZES = st.one_of(
@@ -327,7 +352,8 @@ def test_checksums_come_back_for_any_layout(
         [None if row % 2 else (row, 0) for row in range(len(rows))],
         *([row[column] for row in rows] for column in range(3)),
     )
-    files = {f"__0_{index}.distcp": 1 for index in range(len(layout))}
+    ends = [sum(map(sum, file)) + len(file) for file in layout]
+    files = {f"__0_{index}.distcp": end for index, end in enumerate(ends)}
     manifest = Manifest("0a", 0, "torch_dist", "digest", files, columns, items)
     integrity = load_integrity(storage, commit_manifest(storage, manifest.to_json()))
     assert integrity is not None
@@ -354,7 +380,8 @@ def test_checksums_that_do_not_fit_the_items_are_found(
     storage: Storage, checksums: list[bytes], sizes: list[int]
 ) -> None:
     items = ItemTable(["a", "b"], [[0], [0]], [0, 1], [0, 0], sizes)
-    manifest = Manifest("0a", 0, "torch_dist", "digest", {"a": 1, "b": 1}, checksums, items)
+    files = {"a": CHECKSUM_BLOCK_BYTES + 1, "b": CHECKSUM_BLOCK_BYTES + 1}
+    manifest = Manifest("0a", 0, "torch_dist", "digest", files, checksums, items)
     metadata = commit_manifest(storage, manifest.to_json())
     with pytest.raises(IntegrityError, match=r"rank-00000\.json contradicts itself") as caught:
         load_integrity(storage, metadata)
@@ -374,7 +401,7 @@ def test_items_are_encoded_once_for_all_saves() -> None:
     assert (before.pop("save_id"), after.pop("save_id")) == ("0a", "0b")
     assert (before.pop("files"), after.pop("files")) == ({"a": 4}, {"b": 4})
     assert (before.pop("checksums"), after.pop("checksums")) == (["YWJjZA=="], ["ZWZnaA=="])
-    rest = {"version": 2, "rank": 0, "format": "torch_dist", "plan": "digest", "relies": ""}
+    rest = {"version": 3, "rank": 0, "format": "torch_dist", "plan": "digest", "relies": ""}
     assert before == after == rest
 
 
@@ -388,13 +415,13 @@ def test_a_manifest_is_read_back_by_rank(storage: Storage, tmp_path: Path) -> No
     assert json.loads(read.items)["fqns"] == ["weight3"]
     assert read_partial(storage, "0b", 3) is None
     path = tmp_path / manifest_name("0a", 3)
-    for damaged in (b"", b"[]", b'{"version":2}', path.read_bytes()[:60]):
+    for damaged in (b"", b"[]", b'{"version":3}', path.read_bytes()[:60]):
         path.write_bytes(damaged)
         with pytest.raises(IntegrityError) as caught:
             read_partial(storage, "0a", 3)
         assert caught.value.file == manifest_name("0a", 3)
-    path.write_bytes(b'{"version":1}')
-    with pytest.raises(CheckpointError, match="reads version 2"):
+    path.write_bytes(b'{"version":2}')
+    with pytest.raises(CheckpointError, match="reads version 3"):
         read_partial(storage, "0a", 3)
 
 
@@ -424,8 +451,8 @@ def test_reports_of_failures_are_swept(storage: Storage, tmp_path: Path) -> None
     for save_id in ("0a", "0b"):
         for rank in (1, 11):
             report_failure(storage, save_id, rank, "failed")
-    ref = write_rank(storage, "0c", 1, b"data")
-    publish(storage, b"part", save_id="0c", manifests=[ref], rank=1)
+    claimed = claim(storage, "0c", rank=1)
+    publish(storage, b"part", claimed, [write_rank(storage, "0c", 1, b"data")])
     assert set(failures(storage, "0a")) == set(failures(storage, "0b")) == {11}
     save(storage, "0d")
     assert {path.name for path in (tmp_path / ".distckpt").iterdir() if path.is_dir()} == {"0d"}
@@ -445,8 +472,7 @@ def test_who_committed_is_known(storage: Storage, tmp_path: Path) -> None:
     record.write_bytes(b'{"version":1}')
     assert committed_by(storage) is None
     record.write_bytes(b"{")
-    with pytest.raises(IntegrityError, match=r"commit-.* is not readable"):
-        committed_by(storage)
+    assert committed_by(storage) is None
     (tmp_path / METADATA).write_bytes(b"of another tool")
     assert committed_by(storage) is None
 
@@ -543,23 +569,178 @@ def test_a_plan_digest_depends_on_names_kinds_and_order() -> None:
     }) == 7  # fmt: skip
 
 
-def test_a_late_sweep_spares_a_newer_checkpoint(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that stalls between its publication and its sweep finds another one committed by then."""
-    from distckpt import commit
+class PausedStorage(FaultyStorage):
+    """Does something else before one of the calls that change something."""
 
-    sweep = commit._sweep
-    newer: list[bytes] = []
+    def __init__(self, inner: Storage, at: int, then: Callable[[], object]) -> None:
+        super().__init__(inner, at)
+        self.then = then
 
-    def stalled(swept: Storage, names: Sequence[str]) -> None:
-        if not newer:
-            newer.append(b"")
-            newer[0] = save(storage, "beef")
-        sweep(swept, names)
+    def step(self, what: str) -> None:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            self.then()
 
-    monkeypatch.setattr(commit, "_sweep", stalled)
-    save(storage, "cafe")
-    assert bytes(storage.read(METADATA) or b"") == newer[0]
-    integrity = load_integrity(storage, newer[0])
-    assert integrity is not None
-    present = storage.list()
-    assert {name for name in present if name.endswith(".beef")} == {"__0_0.distcp.beef", "__1_0.distcp.beef"}
+    def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
+        self.step(f"put {name}")
+
+        def check() -> None:
+            assert last_check is not None
+            last_check()
+            # The instant between the last look at the owner and the one step that publishes.
+            self.step(f"publish {name}")
+
+        self.inner.put(name, data, check if last_check else None)
+
+
+def test_a_save_that_was_overtaken_at_any_instant_harms_nobody(tmp_path: Path) -> None:
+    outcomes = []
+    for at in range(1, 200):
+        plain = open_storage(tmp_path / str(at))
+        plain.prepare()
+        save(plain, "0a", ranks=3)
+        newer: list[bytes] = []
+        paused = PausedStorage(plain, at, lambda: newer.append(save(plain, "beef")))  # noqa: B023 - called here
+        try:
+            save(paused, "cafe")
+        except CheckpointError as error:
+            outcomes.append(type(error))
+        else:
+            outcomes.append(type(None))
+        if paused.calls < at:
+            break
+        published = bytes(plain.read(METADATA) or b"")
+        if outcomes[-1] is not type(None):
+            assert published == newer[0]
+        integrity = load_integrity(plain, published)
+        assert integrity is not None
+        for (file, offset), (nbytes, _) in integrity._items.items():
+            integrity.check(file, offset, plain.read(file, offset, nbytes) or bytearray(), "weight")
+        save(plain, "feed")
+        assert len(plain.list()) == 4, "two images, metadata and records: nothing was left behind"
+        assert len(plain.list(".distckpt/")) == 3
+    assert outcomes.count(CommitError) > 8
+    assert outcomes.count(type(None)) > 8
+    assert outcomes[-1] is type(None)
+
+
+@pytest.mark.parametrize("position", range(0, 200, 7))
+def test_a_seal_finds_any_change(storage: Storage, position: int) -> None:
+    fields = {"save_id": "0a", "text": "x" * 100, "time": 1234567.5}
+    sealed = seal(fields)
+    assert {"version": 3, **fields}.items() <= unseal(storage, "owner", sealed).items()
+    for bit in range(8):
+        damaged = bytearray(sealed)
+        damaged[position % len(sealed)] ^= 1 << bit
+        with pytest.raises(CheckpointError):
+            unseal(storage, "owner", damaged)
+    for end in (position, -1 - position):
+        with pytest.raises(CheckpointError):
+            unseal(storage, "owner", sealed[:end])
+
+
+def test_damage_to_our_metadata_is_not_taken_for_another_tool(storage: Storage) -> None:
+    claimed = claim(storage, "0a" * 16)
+    ref = write_rank(storage, claimed.save_id, 0, b"data")
+    publish(storage, pickle.dumps(["some metadata", {"save_id": claimed.save_id}]), claimed, [ref])
+    metadata = bytes(storage.read(METADATA) or b"")
+    assert load_integrity(storage, metadata) is not None
+    for position in range(len(metadata)):
+        for bit in (1, 128):
+            damaged = bytearray(metadata)
+            damaged[position] ^= bit
+            with pytest.raises(IntegrityError):
+                load_integrity(storage, bytes(damaged))
+        with pytest.raises(IntegrityError):
+            load_integrity(storage, metadata[:position])
+
+
+def test_what_was_never_completed_is_reclaimed(storage: Storage, tmp_path: Path) -> None:
+    interrupted = claim(storage, "0a")
+    ref = write_rank(storage, "0a", 0, b"data")
+    report_failure(storage, "0a", 1, "failed")
+    assert reclaim(storage, "0b")
+    assert not tmp_path.exists()
+    with pytest.raises(CommitError, match="nobody"):
+        publish(storage, b"metadata", interrupted, [ref])
+    assert reclaim(storage, "0b"), "it is gone"
+    storage.prepare()
+    assert reclaim(storage, "0b"), "made, and not more"
+
+
+def test_only_what_saves_left_is_reclaimed(storage: Storage, tmp_path: Path) -> None:
+    save(storage, "0a")
+    before = names(tmp_path)
+    assert not reclaim(storage, "0b")
+    assert names(tmp_path) == before
+    (tmp_path / METADATA).rename(tmp_path / "notes.txt")
+    assert not reclaim(storage, "0b")
+    assert names(tmp_path) == {"notes.txt"}
+    assert not reclaim(storage, "0b")
+    assert names(tmp_path) == {"notes.txt"}
+
+
+def test_a_sweep_removes_what_no_checkpoint_names(storage: Storage, tmp_path: Path) -> None:
+    save(storage, "0a")
+    before = names(tmp_path)
+    assert leftovers(storage) == []
+    interrupted = claim(storage, "0b")
+    ref = write_rank(storage, "0b", 0, b"data")
+    (tmp_path / "notes.txt").touch()
+    found = ["__0_0.distcp.0b", ".distckpt/0b/rank-00000.json", ".distckpt/0b/"]
+    assert leftovers(storage) == found
+    assert sweep(storage, "0c") == found
+    assert names(tmp_path) == before | {"notes.txt"}
+    with pytest.raises(CommitError, match="0c"):
+        publish(storage, b"metadata", interrupted, [ref])
+    storage.put(METADATA, pickle.dumps("of another tool"))
+    assert sweep(storage, "0c") == [], "nobody knows which files are its"
+    storage.put(METADATA, b"damaged")
+    with pytest.raises(IntegrityError):
+        sweep(storage, "0c")
+    assert before <= names(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../x", "", "a//b", "./x", "x\0y", ".."])
+def test_names_that_lead_out_are_refused(storage: Storage, tmp_path: Path, name: str) -> None:
+    items = ItemTable(["a"], [[0]], [0], [0], [1])
+    manifest = Manifest("0a", 0, "torch_dist", "digest", {name: 1}, [b""], items)
+    metadata = commit_manifest(storage, manifest.to_json())
+    with pytest.raises(IntegrityError, match="within it"):
+        load_integrity(storage, metadata)
+    for call in (storage.read, storage.delete, storage.open_image, storage.list):
+        if name or call != storage.list:
+            with pytest.raises(IntegrityError, match="within it"):
+                call(name)
+    with pytest.raises(IntegrityError):
+        storage.put(name, b"data")
+    with pytest.raises(IntegrityError):
+        storage.create_image([name])
+    record = next((tmp_path / ".distckpt").glob("commit-*.json"))
+    fields = unseal(storage, "record", record.read_bytes())
+    record.write_bytes(seal(fields | {"manifests": [{"name": name, "sha256": "0"}]}))
+    with pytest.raises(IntegrityError, match="within it"):
+        load_integrity(storage, metadata)
+
+
+def test_links_are_not_followed_to_write_or_remove(storage: Storage, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "rank-00000.json").write_text("precious")
+    (elsewhere / "__0_0.distcp").write_text("precious")
+    root = tmp_path / "checkpoint"
+    inside = open_storage(root)
+    inside.prepare()
+    (root / "__0_0.distcp").symlink_to(elsewhere / "__0_0.distcp")
+    (root / ".distckpt").symlink_to(elsewhere)
+    for call in (lambda: claim(inside, "0a"), lambda: reclaim(inside, "0a"), lambda: save(inside, "0a")):
+        with pytest.raises(WriteError, match="link"):
+            call()
+    (root / ".distckpt").unlink()
+    (root / ".distckpt").mkdir()
+    (root / ".distckpt/0c").symlink_to(elsewhere)
+    with pytest.raises(WriteError):
+        inside.open_image("__0_0.distcp")
+    assert inside.create_image(["__0_0.distcp", "__0_0.distcp.0a"]) == "__0_0.distcp.0a"
+    save(inside, "0b")
+    assert {path.read_text() for path in elsewhere.iterdir()} == {"precious"}

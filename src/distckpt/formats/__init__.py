@@ -46,8 +46,8 @@ class Format(Protocol):
             strides: Its strides, in elements; non-overlapping and dense.
         """
 
-    def decode(self, data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor that the bytes of an item hold.
+    def decode(self, data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
+        """Return the tensor that the bytes of an item hold, if they are what `frame` says; else None.
 
         Args:
             data: All bytes of the item; the tensor may view them.

@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distckpt.errors import ConfigError
+from distckpt.errors import ConfigError, IntegrityError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["ImageFile", "Storage", "StorageSpec", "open_storage", "reopen_storage"]
+__all__ = ["ImageFile", "Storage", "StorageSpec", "check_name", "open_storage", "reopen_storage"]
 
 StorageSpec = dict[str, str]
 """What a worker needs to open the same storage; plain values only."""
@@ -63,8 +63,18 @@ class Storage(Protocol):
     def check_image(self, name: str, nbytes: int) -> None:
         """Refuse a file that does not hold exactly `nbytes` bytes."""
 
-    def put(self, name: str, data: bytes) -> None:
-        """Replace `name` by `data` in one atomic step that is durable, with all files finished before it."""
+    def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
+        """Replace `name` by `data` in one atomic step that is durable, with all files finished before it.
+
+        Args:
+            name: What to replace.
+            data: Its new bytes.
+            last_check: Called when all is ready for that step; if it raises, nothing is replaced, and if
+                `revoke` was called meanwhile, the step fails.
+        """
+
+    def revoke(self, name: str) -> None:
+        """Make every `put` of `name` fail that has been through its last check, unless it is done already."""
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
         """Return `nbytes` bytes (default: all) from `offset`, fewer where the file ends; None if absent."""
@@ -74,6 +84,27 @@ class Storage(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file, or a directory that is empty; one that is absent is no error."""
+
+    def remove_directory(self) -> bool:
+        """Remove the checkpoint's directory if it is empty; returns whether it is gone."""
+
+
+def check_name(url: str, name: str) -> None:
+    """Refuse a name that leads out of the checkpoint: it may have been read from a file that anybody wrote.
+
+    Args:
+        url: The checkpoint, for the message.
+        name: The name, relative to it.
+
+    Raises:
+        IntegrityError: It does; `file` is filled.
+    """
+    if (
+        name.startswith("/")
+        or "\0" in name
+        or not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/"))
+    ):
+        raise IntegrityError(f"{url} names a file that does not lie within it: {name!r}", file=name)
 
 
 def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:

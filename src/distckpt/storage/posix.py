@@ -5,6 +5,7 @@ Invariants:
       written after every byte was accepted and fsync succeeded.
     * `put` makes durable: the new file, its name, and the names of all images finished before it. A crash at
       any instant leaves the old file or the new one.
+    * Nothing is created, written or removed outside the directory, whatever names and links lie in it.
 
 Torch-free.
 """
@@ -20,6 +21,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NoReturn
 
 from distckpt.errors import WriteError
+from distckpt.storage import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +34,11 @@ _MKDIR_ATTEMPTS = 5
 _PAGE_BYTES = 4096
 _DIRECT_BYTES = 1 << 20
 """Below this a write through the page cache is no slower, and the pages are few."""
+_PARTIAL = ".tmp"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_EXISTING_FILE = os.O_WRONLY | os.O_CLOEXEC
+_EXISTING_FILE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""Not to wait for the other end of a pipe that somebody has put in place of a file."""
 
 
 def _fail(error: OSError, path: str, doing: str, offset: int | None = None) -> NoReturn:
@@ -139,6 +144,10 @@ class PosixImage:
         return fds
 
 
+def _open_to_read(path: str, _: int) -> int:
+    return os.open(path, _READ_FILE)
+
+
 def _whole_pages(buffers: Iterable[memoryview]) -> int:
     """Return the bytes at the start of `buffers` that are whole pages, in buffers of whole pages each."""
     whole = 0
@@ -195,7 +204,7 @@ class PosixStorage:
             WriteError: Every name is taken, or the file system refused.
         """
         for name in names:
-            path = os.path.join(self.root, name)
+            path = self._path(name)
             try:
                 os.close(os.open(path, _NEW_FILE, 0o644))
             except FileExistsError:
@@ -203,12 +212,12 @@ class PosixStorage:
             except OSError as error:
                 _fail(error, path, "cannot create")
             return name
-        path = os.path.join(self.root, names[-1])
+        path = self._path(names[-1])
         raise WriteError(f"cannot create {path}: it exists already [EEXIST]", errno=errno.EEXIST, path=path)
 
     def open_image(self, name: str) -> PosixImage:
         """See `Storage.open_image`."""
-        path = os.path.join(self.root, name)
+        path = self._path(name)
         try:
             return PosixImage(path)
         except OSError as error:
@@ -220,20 +229,20 @@ class PosixStorage:
         Raises:
             WriteError: The file holds another number of bytes, or none can be told.
         """
-        path = os.path.join(self.root, name)
+        path = self._path(name)
         try:
-            size = os.stat(path).st_size
+            size = os.lstat(path).st_size
         except OSError as error:
             _fail(error, path, "cannot check")
         if size != nbytes:
             raise WriteError(f"{path} holds {size} bytes after writing {nbytes}", path=path, offset=size)
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         """See `Storage.put`."""
-        path = os.path.join(self.root, name)
+        path = self._path(name)
         folder = os.path.dirname(path)
         self._make_directory(folder)
-        partial = f"{path}.{os.urandom(8).hex()}.tmp"
+        partial = f"{path}.{os.urandom(8).hex()}{_PARTIAL}"
         try:
             fd = os.open(partial, _NEW_FILE, 0o644)
             try:
@@ -243,27 +252,46 @@ class PosixStorage:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+            if last_check is not None:
+                last_check()
             os.rename(partial, path)
-        except OSError as error:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
-            _fail(error, path, "cannot write")
+            if isinstance(error, OSError):
+                _fail(error, path, "cannot write")
+            raise
         while True:
             self._sync_directory(folder)
             if folder == self.root:
                 break
             folder = os.path.dirname(folder)
 
+    def revoke(self, name: str) -> None:
+        """See `Storage.revoke`: without the file that it is about to rename, the step fails."""
+        folder, _, base = name.rpartition("/")
+        for entry in self.list(folder):
+            if entry.startswith(f"{base}.") and entry.endswith(_PARTIAL):
+                self.delete(f"{folder}/{entry}" if folder else entry)
+
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
-        """See `Storage.read`."""
-        path = os.path.join(self.root, name)
+        """See `Storage.read`.
+
+        Raises:
+            WriteError: The file cannot be read, or is no file.
+        """
+        path = self._path(name)
         try:
-            with open(path, "rb", buffering=0) as file:
-                if nbytes is None:
-                    nbytes = max(0, os.fstat(file.fileno()).st_size - offset)
-                data = bytearray(nbytes)
+            with open(path, "rb", buffering=0, opener=_open_to_read) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    _fail(OSError(errno.EINVAL, "not a regular file"), path, "cannot read what is no file:")
+                # No more than there is, whatever was asked for: what asks may have been read from a file.
+                left = max(0, status.st_size - offset)
+                left = left if nbytes is None else max(0, min(nbytes, left))
+                data = bytearray(left)
                 view, done = memoryview(data), 0
-                while done < nbytes:
+                while done < left:
                     got = os.preadv(file.fileno(), [view[done:]], offset + done)
                     if got == 0:
                         break
@@ -278,7 +306,7 @@ class PosixStorage:
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """See `Storage.list`."""
-        folder = os.path.join(self.root, prefix) if prefix else self.root
+        folder = self._path(prefix) if prefix else self.root
         found: dict[str, int] = {}
         try:
             with os.scandir(folder) as entries:
@@ -297,7 +325,7 @@ class PosixStorage:
 
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""
-        path = os.path.join(self.root, name)
+        path = self._path(name)
         remove: Callable[[str], None] = os.rmdir if name.endswith("/") else os.unlink
         try:
             remove(path)
@@ -305,6 +333,33 @@ class PosixStorage:
             return
         except OSError as error:
             _fail(error, path, "cannot remove")
+
+    def remove_directory(self) -> bool:
+        """See `Storage.remove_directory`."""
+        try:
+            os.rmdir(self.root)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                return False
+            _fail(error, self.root, "cannot remove")
+        return True
+
+    def _path(self, name: str) -> str:
+        """Return the path of `name`, which does not lead out of the directory.
+
+        Raises:
+            IntegrityError: The name would.
+            WriteError: A link on the way would.
+        """
+        check_name(self.url, name)
+        folder = self.root
+        for part in name.split("/")[:-1]:
+            folder = os.path.join(folder, part)
+            if os.path.islink(folder):
+                _fail(OSError(errno.ELOOP, "a symbolic link"), folder, "will not follow the link")
+        return os.path.join(self.root, name)
 
     def _make_directory(self, folder: str) -> None:
         created: list[str] = []
