@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 SOURCES := $(wildcard src tests benchmarks docs/examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit integration faults perf bench bench-quick lint fmt type tidy docs check clean
+.PHONY: help setup demo test unit integration faults perf crash soak bench bench-quick lint fmt type tidy docs check clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r name text; do \
@@ -41,6 +41,12 @@ faults: $(STAMP)  ## Run the tests that crash, kill, stop and corrupt
 
 perf: $(STAMP)  ## Run the tests of memory, descriptors and operations over many saves
 	$(BIN)/python -m pytest tests/perf
+
+crash: $(STAMP)  ## Kill real processes at hundreds of operations of a save
+	$(BIN)/python tests/faults/crash.py
+
+soak: $(STAMP)  ## Kill random processes while jobs save without end
+	$(BIN)/python tests/faults/soak.py
 
 bench: $(STAMP)  ## Run the benchmarks
 	$(BIN)/python benchmarks/run.py

@@ -462,23 +462,24 @@ class _Planned:
         # As pickle encodes it.
         data_path = path.encode("utf-8", "surrogatepass")
         length = len(data_path)
-        key = (names, length, [(m.items, tuple(m.ref.files), m.head.get("relies")) for m in manifests])
+        files = [[name.replace(save_id, "") for name in m.ref.files] for m in manifests]
+        key = (length, files, [(m.items, m.head.get("relies")) for m in manifests])
         if self._template is None or self._template[0] != key:
-            # Placeholders that nothing else in the metadata holds.
-            mark_path, mark_id = (uuid.uuid4().hex * (1 + length // 32))[:length], uuid.uuid4().hex
+            # A placeholder that nothing else in the metadata holds, as the id is another.
+            mark = (uuid.uuid4().hex * (1 + length // 32))[:length]
             with collector_paused():
                 if manifests:
-                    metadata = assemble(manifests, mark_path, mark_id)
+                    metadata = assemble(manifests, mark, save_id)
                 else:
-                    metadata = self._own_metadata(names, mark_path, mark_id)
-                self._template = (key, pickle_metadata(metadata, {}), mark_path, mark_id)
-        _, data, mark_path, mark_id = self._template
-        return data.replace(mark_id.encode(), save_id.encode()).replace(mark_path.encode(), data_path)
+                    metadata = self._own_metadata(names, mark, save_id)
+                self._template = (key, pickle_metadata(metadata, {}), mark, save_id)
+        _, data, mark, earlier_id = self._template
+        return data.replace(earlier_id.encode(), save_id.encode()).replace(mark.encode(), data_path)
 
     def foresee_metadata(self, path: str, save_id: str) -> None:
         """Make on the caller's thread what takes long for many items and is the same for every save."""
         if self._template is None and self._place.world == 1 and self._residences:
-            names = self._engine.plain_names(self._place.rank, self._residences[0].image)
+            names = self._engine.names(save_id, self._place.rank, self._residences[0].image)
             self.metadata([], names, path, save_id)
 
     def _own_metadata(self, names: tuple[str, ...], path: str, save_id: str) -> Metadata:
@@ -645,6 +646,8 @@ class Checkpointer:
         """How many `guard`s are entered."""
         self._owner_pid = os.getpid()
         self._late: list[_Late] = []
+        self._failed: set[str] = set()
+        """Ids of this rank's saves that have failed."""
         self._settled: set[int] = set()
         """Steps in whose directories nothing is to be cleared away."""
         self._handles: list[SaveHandle] = []
@@ -1044,7 +1047,8 @@ class Checkpointer:
                 self._settled.add(step)
             else:
                 try:
-                    reclaim(open_storage(self._path(step), self._storage_options), save_id)
+                    storage = open_storage(self._path(step), self._storage_options)
+                    reclaim(storage, save_id, self._failed)
                 except CheckpointError as error:
                     _LOG.warning("what is left of step %d stays: %s", step, error)
 
@@ -1120,6 +1124,7 @@ class Checkpointer:
 
     def _tell_others(self, handle: SaveHandle, save_id: str, error: BaseException) -> None:
         """Leave word that this rank gave up the save: the others need not wait for it."""
+        self._failed.add(save_id)
         if self._place.world > 1:
             # What the coordinator saves may be what has changed.
             self._coordinator, self._seen_plan = None, ""

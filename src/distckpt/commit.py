@@ -22,12 +22,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distckpt.errors import CommitError, WriteError
+import psutil
+
+from distckpt.errors import CheckpointError, CommitError, WriteError
 from distckpt.integrity import find_record, read_manifest
 from distckpt.manifest import FOLDER, METADATA, TRAILER, metadata_name, record_name, seal, unseal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from distckpt.manifest import ManifestRef
     from distckpt.storage import Storage
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _OWNER = FOLDER + "owner"
 _SETTLE_ATTEMPTS = 3
+_ABANDONED_S = 6 * 3600.0
 _IMAGE = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
+"""With the id of a save: ours. Without: of stock PyTorch, whose checkpoint a save in its place replaces."""
 _METADATA = re.compile(r"(?:__(\d+))?\.metadata(\.[0-9a-f]+\.tmp)?")
 _FAILURE = re.compile(r"failed-rank-(\d+)\.json")
 
@@ -164,7 +168,7 @@ def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
         WriteError: The storage refuses.
     """
     if rank is None:
-        owner = {"save_id": save_id, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        owner = {"save_id": save_id, "host": _host(), "pid": os.getpid(), "time": time.time()}
         storage.put(_OWNER, seal(owner))
         # A save that saw its own claim a moment ago may be about to publish: it does so now, or not at all.
         storage.revoke(METADATA)
@@ -237,12 +241,14 @@ def refuse_part(storage: Storage) -> None:
         )
 
 
-def reclaim(storage: Storage, save_id: str) -> bool:
-    """Remove a directory in which nothing was ever committed, if it holds nothing but what saves left.
+def reclaim(storage: Storage, save_id: str, failed: Collection[str] = ()) -> bool:
+    """Remove a directory in which nothing was ever committed, if the save that has claimed it is over.
 
     Args:
-        storage: The directory. A save that is still under way there will be refused.
+        storage: The directory.
         save_id: Of the save on whose behalf this is done; it never saved there.
+        failed: Saves that are known to be over. Another one is if its process has ended, or, where that cannot
+            be seen from here, if its claim is several hours old.
 
     Returns:
         Whether the directory is gone.
@@ -250,17 +256,38 @@ def reclaim(storage: Storage, save_id: str) -> bool:
     Raises:
         WriteError: The storage refuses.
     """
-    if _has_metadata(storage):
+    if _has_metadata(storage) or not _is_over(storage, failed):
         return False
-    if not _find(storage) and storage.read(_OWNER, nbytes=0) is None:
-        # Made, and not more; or the directory of somebody else.
-        return storage.remove_directory()
     found = claim(storage, save_id).found
     # Whoever was about to publish has done so by now, or never will.
     if _has_metadata(storage):
         return False
     _remove(storage, [*found, _OWNER, FOLDER], "was never completed")
     return storage.remove_directory()
+
+
+def _is_over(storage: Storage, failed: Collection[str]) -> bool:
+    data = storage.read(_OWNER)
+    if data is None:
+        # Somebody may be about to claim it.
+        return False
+    try:
+        owner = unseal(storage, _OWNER, data)
+        if owner["save_id"] in failed:
+            return True
+        if owner["host"] == _host():
+            return not psutil.pid_exists(owner["pid"])
+        return bool(time.time() - owner["time"] > _ABANDONED_S)
+    except (CheckpointError, LookupError, TypeError):
+        return False
+
+
+def _host() -> str:
+    """Return what tells processes apart that see each other's ids from those that do not."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def leftovers(storage: Storage) -> list[str]:

@@ -371,7 +371,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if flag in taken:
             continue
         text = one.metadata["help"].replace("%", "%%")
-        if isinstance(one.default, bool):
+        if one.default is True:
+            group.add_argument(
+                flag, dest=one.name, action=argparse.BooleanOptionalAction, default=True, help=text
+            )
+        elif one.default is False:
             group.add_argument(flag, dest=one.name, action="store_true", default=one.default, help=text)
         else:
             group.add_argument(

@@ -384,7 +384,6 @@ class Engine:
         self.timeout_s = timeout_s
         self.deadline = ProgressDeadline(timeout_s)
         self._checksums = checksums
-        self._written: set[str] = set()
         self._lock = threading.Lock()
         self._next_plan = 0
         self._dropped: deque[int] = deque()
@@ -624,9 +623,9 @@ class Engine:
             error.rank = rank
             raise
 
-    def plain_names(self, rank: int, image: Image) -> tuple[str, ...]:
-        """Return the names of the files of `image` in a directory where none of them is taken."""
-        return tuple(f"__{rank}_{number}{self.format.suffix}" for number in range(len(image.files)))
+    def names(self, save_id: str, rank: int, image: Image) -> tuple[str, ...]:
+        """Return the names of the files of `image` in the save `save_id`, which no other save ever has."""
+        return tuple(f"__{rank}_{number}{self.format.suffix}.{save_id}" for number in range(len(image.files)))
 
     def create_files(self, storage: Storage, save_id: str, rank: int, image: Image) -> tuple[str, ...]:
         """Create the files of `image`, exclusively; returns their names.
@@ -634,14 +633,11 @@ class Engine:
         Raises:
             WriteError: The storage refuses; none is left.
         """
-        # Later saves to a directory always bear their id: a plain name that a sweep has freed is not new.
-        is_first = storage.url not in self._written
-        self._written.add(storage.url)
         created: list[str] = []
         try:
-            for name in self.plain_names(rank, image):
-                names = (name, f"{name}.{save_id}") if is_first else (f"{name}.{save_id}",)
-                created.append(storage.create_image(names))
+            for name in self.names(save_id, rank, image):
+                storage.create_image(name)
+                created.append(name)
         except BaseException:
             for name in created:
                 with contextlib.suppress(WriteError):

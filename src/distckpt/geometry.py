@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def misfit(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
-    """Say why `chunks` do not lie inside a tensor of `size` and fill it, or return None.
-
-    Overlaps are not looked for: chunks that overlap and still add up to the volume leave a gap that a
-    quadratic check would find, and that torch's own planner has refused.
+    """Say why `chunks` do not fill a tensor of `size` once and nothing else, or return None.
 
     Args:
         size: Global shape, in elements.
@@ -32,4 +29,34 @@ def misfit(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
         volume += math.prod(sizes)
     if volume != math.prod(size):
         return f"chunks hold {volume} of the {math.prod(size)} elements of {tuple(size)}"
+    # As many elements as there are: there is a gap if and only if two chunks overlap.
+    pair = _overlap([chunk for chunk in chunks if math.prod(chunk[1])])
+    if pair is None:
+        return None
+    first, second = (f"{tuple(offsets)} of {tuple(sizes)}" for offsets, sizes in pair)
+    return f"the chunks at {first} and at {second} overlap"
+
+
+def _overlap(chunks: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two chunks that share an element, if there are any; none is empty.
+
+    Chunks are met in the order in which they begin along one axis, and each is compared with those that have
+    not ended by then: in a tensor that is cut along one axis with none, in a grid with a row.
+    """
+    if len(chunks) < 2:
+        return None
+    axes = range(len(chunks[0][0]))
+    axis = max(axes, key=lambda axis: len({offsets[axis] for offsets, _ in chunks}))
+    active: list[Box] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk[0][axis]):
+        offsets, sizes = chunk
+        start = offsets[axis]
+        active = [other for other in active if other[0][axis] + other[1][axis] > start]
+        for other in active:
+            if all(
+                o < other_o + other_s and other_o < o + s
+                for o, s, other_o, other_s in zip(offsets, sizes, *other, strict=True)
+            ):
+                return other, chunk
+        active.append(chunk)
     return None

@@ -5,6 +5,7 @@ Threads: one load at a time per object.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -29,13 +30,26 @@ from distckpt.metadata import unpickle_metadata
 from distckpt.storage import Storage, open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 _LOG = logging.getLogger(__name__)
 _SETTLE_ATTEMPTS = 3
 _Path = str | os.PathLike[str]
+
+
+class _DamagedMetadata(Metadata):
+    """Raises an error wherever it is used."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__({})
+        self.error = error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data", "storage_data"):
+            raise self.error
+        return super().__getattribute__(name)
 
 
 class StorageReader(TorchStorageReader):
@@ -74,7 +88,6 @@ class StorageReader(TorchStorageReader):
     def _forget(self) -> None:
         self._metadata: Metadata | None = None
         self._integrity: Integrity | None = None
-        self._damage: CheckpointError | None = None
         self._load_id = uuid.uuid4().hex
 
     @property
@@ -109,21 +122,23 @@ class StorageReader(TorchStorageReader):
             **kwargs: `rank`, for the metadata of one rank that was saved without collectives.
 
         Raises:
-            CheckpointError: There is no complete checkpoint, or the metadata cannot be read.
-            IntegrityError: The metadata is damaged.
+            CheckpointError: There is no complete checkpoint. Of one that is damaged, or cannot be read, the
+                metadata raises an `IntegrityError` once it is used.
         """
         storage = self._storage()
         name = metadata_name(kwargs.get("rank"))
         # torch does not reset a reader between two loads from one path.
         self._integrity = None
-        raw, self._damage = self._read_verified(storage, name)
-        if self._damage is None:
+        raw, damage = self._read_verified(storage, name)
+        try:
+            if damage is not None:
+                raise damage
             metadata = unpickle_metadata(
                 raw, f"{storage.url}/{name}", weights_only=self._config.ckpt_weights_only
             )
-        else:
-            # torch takes an error here for a missing `.metadata`: it is raised where torch asks next.
-            metadata = Metadata({}, storage_data={})
+        except CheckpointError as error:
+            # torch takes an error here for a missing `.metadata`, so it is raised by whoever looks into it.
+            metadata = _DamagedMetadata(error)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self._load_id
@@ -172,8 +187,6 @@ class StorageReader(TorchStorageReader):
             CheckpointError: The metadata says nothing of files.
             IntegrityError: A record of the commit is damaged.
         """
-        if self._damage is not None:
-            raise self._damage
         if metadata.storage_data is None:
             raise CheckpointError(f"the metadata of {self._path} does not say where its items lie")
         self._metadata = metadata
@@ -237,7 +250,8 @@ class StorageReader(TorchStorageReader):
             if request.type is LoadItemType.BYTE_IO:
                 if self._config.ckpt_weights_only:
                     # The planner lets torch.load run whatever it finds.
-                    self._load_safely(data, info, fqn)
+                    with self._loading(info, fqn):
+                        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
                 planner.load_bytes(request, io.BytesIO(data))
         tensors = [request for request in requests if request.type is not LoadItemType.BYTE_IO]
         if not tensors:
@@ -247,15 +261,10 @@ class StorageReader(TorchStorageReader):
         entry = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
-        source = self._format.decode(data, entry.properties.dtype, chunk.sizes)
-        if source is None:
-            source = self._load_safely(data, info, fqn)
-        if not isinstance(source, torch.Tensor):
-            raise IntegrityError(
-                f"{self._path}/{info.relative_path}: {fqn!r} at byte {info.offset} holds "
-                f"{type(source).__name__}, not a tensor",
-                file=info.relative_path, item=fqn,
-            )  # fmt: skip
+        with self._loading(info, fqn):
+            source = self._format.decode(
+                data, entry.properties.dtype, chunk.sizes, weights_only=self._config.ckpt_weights_only
+            )
         for request in tensors:
             part = narrow_tensor_by_index(source, request.storage_offsets, request.lengths)
             target = planner.resolve_tensor(request).detach()
@@ -266,17 +275,17 @@ class StorageReader(TorchStorageReader):
             target.copy_(part)
             planner.commit_tensor(request, target)
 
-    def _load_safely(self, data: bytearray, info: _StorageInfo, fqn: str) -> Any:
-        """Return what torch.load makes of an item, unless that can run code.
+    @contextlib.contextmanager
+    def _loading(self, info: _StorageInfo, fqn: str) -> Iterator[None]:
+        """Say what could not be loaded.
 
         Raises:
-            CheckpointError: It can, and `ckpt_weights_only` is set.
-            IntegrityError: It is no archive of torch.save.
+            CheckpointError: Loading it can run code, and `ckpt_weights_only` is set.
+            IntegrityError: It is not what torch.save writes.
         """
         where = f"{self._path}/{info.relative_path}: {fqn!r} at byte {info.offset}"
-        weights_only = self._config.ckpt_weights_only
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+            yield
         except pickle.UnpicklingError as error:
             # torch's own text is a page long; what it refuses is named in one of its lines.
             names = re.search(r"GLOBAL (\S+)", str(error))

@@ -160,7 +160,7 @@ def test_files_of_an_earlier_save_with_more_workers_are_swept_and_others_are_not
 ) -> None:
     large = state_of(1, 24 * MIB, tensors=6)
     save(open_writer(dist_ckpt_workers=4), tmp_path, large)
-    assert len(list(tmp_path.glob("__0_*.distcp"))) == 4
+    assert len(list(tmp_path.glob("__0_*.distcp.*"))) == 4
     theirs = {
         "notes.txt",
         "model.safetensors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 
 from distckpt import CheckpointConfig, ConfigError, IntegrityError, StorageReader, StorageWriter, observe
+from distckpt.manifest import TRAILER
 from integration.checkpoints import (
     assert_every_reader_finds,
     assert_same,
@@ -298,6 +300,12 @@ def test_without_checksums(tmp_path: Path) -> None:
 def test_without_the_commit_record(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     [record] = checkpoint.glob(".distckpt/commit-*.json")
     record.unlink()
+    failure = damage_found(StorageReader(checkpoint))
+    assert failure.file == ".metadata"
+    assert record.name in str(failure)
+    # Without what marks it as ours, it is another tool's.
+    metadata = checkpoint / ".metadata"
+    metadata.write_bytes(metadata.read_bytes().removesuffix(TRAILER))
     with caplog.at_level(logging.WARNING, "distckpt"):
         assert_same(read_with_distckpt(checkpoint), STATE)
     [message] = [entry.getMessage() for entry in caplog.records if entry.name.startswith("distckpt")]
@@ -325,20 +333,80 @@ def test_a_damaged_manifest(checkpoint: Path, how: str) -> None:
 
 def test_a_damaged_commit_record(checkpoint: Path) -> None:
     [file] = checkpoint.glob(".distckpt/commit-*.json")
-    for content in (b"", b"{}", b"[]", b"\0", b'{"version": 2}'):
+    for content in (b"", b"{}", b"[]", b"\0", b'{"version": 3}', file.read_bytes().replace(b"1", b"2")):
         file.write_bytes(content)
         assert damage_found(StorageReader(checkpoint)).file == str(file.relative_to(checkpoint))
-    file.write_bytes(b'{"version": 1}')
-    with pytest.raises(CheckpointException, match=rf"{file.name} has version 1; .* reads version 2"):
+    file.write_bytes(b'{"version": 2}')
+    with pytest.raises(CheckpointException, match=rf"{file.name} has version 2; .* reads version 3"):
         read(StorageReader(checkpoint))
 
 
-def test_damaged_metadata(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its digest is the name of the record, so that it counts as another tool's, which it then is not."""
-    content = (checkpoint / ".metadata").read_bytes()
-    (checkpoint / ".metadata").write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointException, match=r"\.metadata cannot be read"):
-        read(StorageReader(checkpoint))
+@pytest.mark.parametrize("how", ["cut", "flipped", "flipped at its end", "of no Metadata"])
+def test_damaged_metadata(checkpoint: Path, how: str) -> None:
+    path = checkpoint / ".metadata"
+    content = bytearray(path.read_bytes())
+    if how == "cut":
+        del content[len(content) // 2 :]
+    elif how == "of no Metadata":
+        content = bytearray(pickle.dumps("text"))
+    else:
+        content[len(content) // 2 if how == "flipped" else -1] ^= 4
+    path.write_bytes(content)
+    failure = damage_found(StorageReader(checkpoint))
+    assert failure.file is not None
+    assert failure.file.endswith(".metadata")
+    # Whoever looks at it without torch between learns of it, too.
+    with pytest.raises(IntegrityError):
+        assert StorageReader(checkpoint).read_metadata().state_dict_metadata
+
+
+class Trap:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_metadata_that_runs_code_is_refused(checkpoint: Path, tmp_path: Path, is_damaged: bool) -> None:
+    ran = tmp_path / "ran"
+    content = pickle.dumps(Trap(ran)) + (TRAILER if is_damaged else b"")
+    (checkpoint / ".metadata").write_bytes(content)
+    if is_damaged:
+        assert damage_found(StorageReader(checkpoint, ckpt_weights_only=False)).file == ".metadata"
+    else:
+        with pytest.raises(CheckpointException, match=r"names posix\.mkdir, which is no part"):
+            read(StorageReader(checkpoint))
+        with pytest.raises(CheckpointException, match=r"names posix\.mkdir, which is no part"):
+            read(StorageReader(checkpoint, verify=False))
+    assert not ran.exists()
+    if not is_damaged:
+        with pytest.raises(CheckpointException, match="not Metadata"):
+            read(StorageReader(checkpoint, ckpt_weights_only=False))
+        assert ran.exists()
+
+
+def test_an_object_that_runs_code_is_refused(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    with StorageWriter() as writer:
+        save({"good": torch.ones(3), "trap": {"inner": Trap(ran)}}, tmp_path / "a", writer, is_async=False)
+    target = {"good": torch.zeros(3), "trap": {"inner": None}}
+    for use in (
+        lambda: state_dict_loader.load(target, storage_reader=StorageReader(tmp_path / "a")),
+        lambda: read(StorageReader(tmp_path / "a")),
+    ):
+        with pytest.raises(
+            CheckpointException, match=r"'trap.inner' .* names posix\.mkdir.*ckpt_weights_only"
+        ):
+            use()
+    assert not ran.exists()
+    state_dict_loader.load(target, storage_reader=StorageReader(tmp_path / "a", ckpt_weights_only=False))
+    assert ran.exists()
+    # What else there is can be loaded.
+    state_dict_loader.load({"good": torch.zeros(3)}, storage_reader=StorageReader(tmp_path / "a"))
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from distckpt.assembly import assemble, entry_of
-from distckpt.commit import ItemTable, Manifest, PartialManifest, read_partial, write_manifest
 from distckpt.errors import CommitError
+from distckpt.manifest import ItemTable, Manifest, PartialManifest, read_partial, write_manifest
 from distckpt.metadata import DCP_VERSION, pickle_metadata
 from distckpt.storage import Storage, open_storage
 from unit.tensors import tensors

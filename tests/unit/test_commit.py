@@ -8,7 +8,7 @@ import json
 import logging
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,7 +61,8 @@ def pack(checksums: Iterable[int]) -> bytes:
 
 def write_rank(storage: Storage, save_id: str, rank: int, data: bytes) -> ManifestRef:
     """Write what one rank does: an image of one item, and its manifest."""
-    name = storage.create_image([f"__{rank}_0.distcp", f"__{rank}_0.distcp.{save_id}"])
+    name = f"__{rank}_0.distcp.{save_id}"
+    storage.create_image(name)
     image = storage.open_image(name)
     image.write(0, [memoryview(data)])
     image.finish()
@@ -91,9 +92,9 @@ def test_what_is_published_can_be_verified(storage: Storage, tmp_path: Path) -> 
     integrity = load_integrity(storage, metadata)
     assert integrity is not None
     for rank in range(2):
-        data = storage.read(f"__{rank}_0.distcp")
+        data = storage.read(f"__{rank}_0.distcp.0a")
         assert data is not None
-        integrity.check(f"__{rank}_0.distcp", 0, data, "weight")
+        integrity.check(f"__{rank}_0.distcp.0a", 0, data, "weight")
     record = next((tmp_path / ".distckpt").glob("commit-*.json"))
     assert json.loads(record.read_text())["world"] == 2
 
@@ -144,10 +145,10 @@ def test_a_file_that_is_missing_or_has_another_size_is_refused(
     claimed = claim(storage, "0a")
     ref = write_rank(storage, "0a", 0, b"first")
     if nbytes is None:
-        (tmp_path / "__0_0.distcp").unlink()
+        (tmp_path / "__0_0.distcp.0a").unlink()
     else:
-        (tmp_path / "__0_0.distcp").write_bytes(bytes(nbytes))
-    with pytest.raises(CommitError, match=r"__0_0\.distcp should hold 5 bytes"):
+        (tmp_path / "__0_0.distcp.0a").write_bytes(bytes(nbytes))
+    with pytest.raises(CommitError, match=r"__0_0\.distcp\.0a should hold 5 bytes"):
         publish(storage, b"metadata", claimed, [ref])
     assert not (tmp_path / METADATA).exists()
 
@@ -189,9 +190,9 @@ class FaultyStorage:
         self.step("prepare")
         self.inner.prepare()
 
-    def create_image(self, names: Sequence[str]) -> str:
-        self.step("create_image")
-        return self.inner.create_image(names)
+    def create_image(self, name: str) -> None:
+        self.step(f"create_image {name}")
+        self.inner.create_image(name)
 
     def open_image(self, name: str) -> ImageFile:
         self.step(f"open_image {name}")
@@ -594,7 +595,7 @@ class PausedStorage(FaultyStorage):
 
 
 def test_a_save_that_was_overtaken_at_any_instant_harms_nobody(tmp_path: Path) -> None:
-    outcomes = []
+    outcomes: list[type] = []
     for at in range(1, 200):
         plain = open_storage(tmp_path / str(at))
         plain.prepare()
@@ -659,13 +660,46 @@ def test_what_was_never_completed_is_reclaimed(storage: Storage, tmp_path: Path)
     interrupted = claim(storage, "0a")
     ref = write_rank(storage, "0a", 0, b"data")
     report_failure(storage, "0a", 1, "failed")
-    assert reclaim(storage, "0b")
+    assert not reclaim(storage, "0b"), "this process lives"
+    assert not reclaim(storage, "0b", {"0c"})
+    assert reclaim(storage, "0b", {"0a"})
     assert not tmp_path.exists()
     with pytest.raises(CommitError, match="nobody"):
         publish(storage, b"metadata", interrupted, [ref])
-    assert reclaim(storage, "0b"), "it is gone"
-    storage.prepare()
-    assert reclaim(storage, "0b"), "made, and not more"
+    assert not reclaim(storage, "0b"), "there is nothing"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_over"),
+    [
+        ({}, False),
+        ({"pid": 2**22 + 1}, True),
+        ({"pid": 2**22 + 1, "host": "elsewhere"}, False),
+        ({"host": "elsewhere", "time": 0.0}, True),
+        ({"time": 0.0}, False),
+        ({"time": None, "host": "elsewhere"}, False),
+        ({"pid": None}, False),
+    ],
+)
+def test_a_directory_is_reclaimed_once_its_owner_is_gone(
+    storage: Storage, tmp_path: Path, changes: dict[str, Any], is_over: bool
+) -> None:
+    claim(storage, "0a")
+    write_rank(storage, "0a", 0, b"data")
+    owner = tmp_path / ".distckpt/owner"
+    owner.write_bytes(seal(unseal(storage, "owner", owner.read_bytes()) | changes))
+    assert reclaim(storage, "0b") == is_over
+    assert tmp_path.exists() != is_over
+
+
+def test_a_directory_without_a_readable_owner_is_left(storage: Storage, tmp_path: Path) -> None:
+    write_rank(storage, "0a", 0, b"data")
+    before = names(tmp_path)
+    assert not reclaim(storage, "0b", {"0a"})
+    assert names(tmp_path) == before
+    storage.put(".distckpt/owner", b"damaged")
+    assert not reclaim(storage, "0b", {"0a"})
+    assert before < names(tmp_path)
 
 
 def test_only_what_saves_left_is_reclaimed(storage: Storage, tmp_path: Path) -> None:
@@ -674,7 +708,7 @@ def test_only_what_saves_left_is_reclaimed(storage: Storage, tmp_path: Path) -> 
     assert not reclaim(storage, "0b")
     assert names(tmp_path) == before
     (tmp_path / METADATA).rename(tmp_path / "notes.txt")
-    assert not reclaim(storage, "0b")
+    assert not reclaim(storage, "0b", {"0a"})
     assert names(tmp_path) == {"notes.txt"}
     assert not reclaim(storage, "0b")
     assert names(tmp_path) == {"notes.txt"}
@@ -715,7 +749,7 @@ def test_names_that_lead_out_are_refused(storage: Storage, tmp_path: Path, name:
     with pytest.raises(IntegrityError):
         storage.put(name, b"data")
     with pytest.raises(IntegrityError):
-        storage.create_image([name])
+        storage.create_image(name)
     record = next((tmp_path / ".distckpt").glob("commit-*.json"))
     fields = unseal(storage, "record", record.read_bytes())
     record.write_bytes(seal(fields | {"manifests": [{"name": name, "sha256": "0"}]}))
@@ -741,6 +775,7 @@ def test_links_are_not_followed_to_write_or_remove(storage: Storage, tmp_path: P
     (root / ".distckpt/0c").symlink_to(elsewhere)
     with pytest.raises(WriteError):
         inside.open_image("__0_0.distcp")
-    assert inside.create_image(["__0_0.distcp", "__0_0.distcp.0a"]) == "__0_0.distcp.0a"
+    with pytest.raises(WriteError):
+        inside.create_image("__0_0.distcp")
     save(inside, "0b")
     assert {path.read_text() for path in elsewhere.iterdir()} == {"precious"}

@@ -28,6 +28,7 @@ DEFAULTS: dict[str, object] = {
     "ckpt_format": "torch_dist",
     "ckpt_host_memory": "auto",
     "ckpt_checksum": "crc32c",
+    "ckpt_weights_only": True,
     "ckpt_on_failure": "raise",
     "log_level": "info",
 }
@@ -39,6 +40,7 @@ FLAGS = {
     "--ckpt-format",
     "--ckpt-host-memory",
     "--ckpt-checksum",
+    "--ckpt-weights-only",
     "--ckpt-on-failure",
     "--log-level",
 }
@@ -272,7 +274,7 @@ def test_host_memory_takes_anything_or_refuses_it(value: Any) -> None:
 def test_flag_set_is_frozen() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
-    assert set(parser._option_string_actions) == FLAGS | UNAVAILABLE_FLAGS
+    assert set(parser._option_string_actions) == FLAGS | UNAVAILABLE_FLAGS | {"--no-ckpt-weights-only"}
     fields = [field.name for field in dataclasses.fields(CheckpointConfig)]
     assert {"--" + name.replace("_", "-") for name in fields} == FLAGS
     assert vars(parser.parse_args([])) == DEFAULTS
@@ -281,13 +283,14 @@ def test_flag_set_is_frozen() -> None:
 def test_flags_reach_the_config() -> None:
     arguments = (
         "--dist-ckpt-workers 1 --async-save --distributed-timeout-minutes 2.5 --ckpt-format torch_dist "
-        "--ckpt-host-memory 50% --ckpt-checksum none --ckpt-on-failure raise --log-level debug"
+        "--ckpt-host-memory 50% --ckpt-checksum none --no-ckpt-weights-only --ckpt-on-failure raise --log-level debug"
     )
     assert CheckpointConfig.from_args(parse(*arguments.split())) == CheckpointConfig(
         async_save=True,
         distributed_timeout_minutes=2.5,
         ckpt_host_memory="50%",
         ckpt_checksum="none",
+        ckpt_weights_only=False,
         log_level="debug",
     )
     assert CheckpointConfig.from_args(parse()) == CheckpointConfig()

@@ -75,7 +75,7 @@ class Bench:
         self.tag += 1
         names = tuple(f"{save_id}-{number}" for number in range(len(plan.files)))
         for name in names:
-            self.storage.create_image([name])
+            self.storage.create_image(name)
         board = self.boards[plan.plan_id]
         board.clear()
         self.lanes.begin(Job(save_id, plan.plan_id, self.storage.spec, names, self.tag))

@@ -57,7 +57,7 @@ class StorageContract(ABC):
         image.finish()
 
     def create(self, storage: Storage, name: str) -> ImageFile:
-        assert storage.create_image([name]) == name
+        storage.create_image(name)
         return storage.open_image(name)
 
     def test_it_can_be_opened_anew_from_plain_values(self, storage: Storage) -> None:
@@ -110,28 +110,63 @@ class StorageContract(ABC):
         assert self.peek(storage, "image") == b""
         assert read(storage, "image") == b""
 
-    def test_an_image_takes_the_first_name_that_is_free(self, storage: Storage) -> None:
-        storage.prepare()
-        self.poke(storage, "first", b"old")
-        assert storage.create_image(["first", "second", "third"]) == "second"
-        assert self.peek(storage, "second") == b""
-        image = storage.open_image("second")
-        image.write(0, views(b"new"))
-        image.finish()
-        assert self.peek(storage, "first") == b"old"
-        assert self.peek(storage, "second") == b"new"
-
     def test_an_image_never_replaces_a_file(self, storage: Storage) -> None:
         storage.prepare()
         self.poke(storage, "image", b"old")
         with pytest.raises(WriteError) as caught:
-            storage.create_image(["image"])
+            storage.create_image("image")
         assert caught.value.errno == errno.EEXIST
         assert self.peek(storage, "image") == b"old"
 
+    def test_nothing_is_replaced_if_the_last_check_fails(self, storage: Storage) -> None:
+        storage.prepare()
+        storage.put("file", b"old")
+        checked: list[bytes | None] = []
+
+        def refuse() -> None:
+            checked.append(self.peek(storage, "file"))
+            raise RuntimeError("refused")
+
+        with pytest.raises(RuntimeError, match="refused"):
+            storage.put("file", b"new", refuse)
+        assert checked == [b"old"], "called once, before"
+        assert self.peek(storage, "file") == b"old"
+        assert set(storage.list()) == {"file"}
+        storage.put("file", b"new", lambda: checked.append(self.peek(storage, "file")))
+        assert checked == [b"old", b"old"]
+        assert self.peek(storage, "file") == b"new"
+
+    @pytest.mark.parametrize("name", ["file", "folder/file"])
+    def test_what_is_revoked_after_its_last_check_replaces_nothing(self, storage: Storage, name: str) -> None:
+        storage.prepare()
+        storage.put(name, b"old")
+        storage.put(f"{name}.json", b"beside")
+        other = reopen_storage(storage.spec)
+        with pytest.raises(WriteError):
+            storage.put(name, b"new", lambda: other.revoke(name))
+        assert self.peek(storage, name) == b"old"
+        other.revoke(name)
+        assert self.peek(storage, name) == b"old", "what was done is done"
+        assert self.peek(storage, f"{name}.json") == b"beside"
+        storage.put(name, b"new", lambda: other.revoke("another"))
+        assert self.peek(storage, name) == b"new"
+        storage.revoke("absent")
+
+    def test_a_directory_is_removed_once_it_is_empty(self, storage: Storage) -> None:
+        storage.prepare()
+        storage.put("folder/file", b"data")
+        assert not storage.remove_directory()
+        assert read(storage, "folder/file") == b"data"
+        storage.delete("folder/file")
+        storage.delete("folder/")
+        assert storage.remove_directory()
+        assert storage.remove_directory(), "it is gone"
+        storage.prepare()
+        assert storage.list() == {}
+
     def test_several_lanes_write_one_image(self, storage: Storage) -> None:
         storage.prepare()
-        storage.create_image(["image"])
+        storage.create_image("image")
         images = [reopen_storage(storage.spec).open_image("image") for _ in range(3)]
         data = os.urandom(10_000)
         # The last lane first, in stretches that share pages.
@@ -294,7 +329,7 @@ def posix(tmp_path: Path) -> PosixStorage:
 
 
 def create(posix: PosixStorage, name: str) -> PosixImage:
-    assert posix.create_image([name]) == name
+    posix.create_image(name)
     return posix.open_image(name)
 
 

@@ -27,13 +27,14 @@ LAYERS = [
     ["plan", "coordination", "device", "manifest"],
     ["image"],
     ["integrity"],
-    ["commit", "staging", "lanes"],
+    ["commit", "verification", "staging", "lanes"],
     ["engine"],
     ["metadata", "signature"],
     ["assembly"],
     ["writer", "reader"],
     ["checkpointer"],
     ["cli", "integrations"],
+    ["__main__"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 TORCH_FREE = [
@@ -48,10 +49,22 @@ TORCH_FREE = [
     "manifest",
     "integrity",
     "commit",
+    "verification",
     "lanes",
 ]
 # Their client libraries and the like are imported when they are used; a worker must not pay for them.
-LAZY = ["boto3", "fsspec", "multiprocessing", "numpy", "obstore", "s3fs", "tensorstore", "torch", "zarr"]
+LAZY = [
+    "boto3",
+    "fsspec",
+    "multiprocessing",
+    "numpy",
+    "obstore",
+    "rich",
+    "s3fs",
+    "tensorstore",
+    "torch",
+    "zarr",
+]
 # `integrations` has no door: it is one file for each framework.
 DOORS = ["storage", "formats"]
 VAGUE_NAMES = {"base", "common", "handler", "helpers", "manager", "misc", "util", "utils"}

@@ -301,7 +301,7 @@ class Lane:
         names = tuple(f"file{number}" for number in range(num_files))
         if create:
             for name in names:
-                self.storage.create_image([name])
+                self.storage.create_image(name)
         with memoryview(self.slabs[1]) as whole, whole[4096:] as memory:
             board = self.board = Board(memory, plan.num_spans)
         board.clear()

@@ -46,13 +46,19 @@ class Format(Protocol):
             strides: Its strides, in elements; non-overlapping and dense.
         """
 
-    def decode(self, data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
-        """Return the tensor that the bytes of an item hold, if they are what `frame` says; else None.
+    def decode(
+        self, data: bytearray, dtype: torch.dtype, shape: Sequence[int], *, weights_only: bool = True
+    ) -> torch.Tensor:
+        """Return the tensor that the bytes of an item hold.
 
         Args:
             data: All bytes of the item; the tensor may view them.
             dtype: What the metadata says of it.
             shape: What the metadata says of it, in elements.
+            weights_only: As for torch.load, if it is needed.
+
+        Raises:
+            Exception: Whatever torch.load raises, where the item is not what `frame` says.
         """
 
 

@@ -115,15 +115,26 @@ class TorchDist:
         """See `Format.frame`."""
         return _template(dtype, shape, strides)
 
-    def decode(self, data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
-        """See `Format.decode`: an item is viewed in place if its framing is what this torch would write."""
+    def decode(
+        self, data: bytearray, dtype: torch.dtype, shape: Sequence[int], *, weights_only: bool = True
+    ) -> torch.Tensor:
+        """See `Format.decode`.
+
+        An item whose framing is what this torch would write is viewed in place; any other goes through
+        torch.load.
+
+        Raises:
+            TypeError: That yields something else.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
-        if not nbytes or dtype in _QUANTIZED:
-            return None
-        strides = contiguous_strides(shape)
-        prefix, suffix = _template(dtype, tuple(shape), strides)
-        if len(data) != len(prefix) + nbytes + len(suffix) or not data.startswith(prefix):
-            return None
-        payload = torch.frombuffer(data, dtype=torch.uint8, offset=len(prefix), count=nbytes)
-        viewed = torch.empty(0, dtype=dtype, device="cpu")
-        return viewed.set_(payload.untyped_storage(), 0, tuple(shape), strides)
+        if nbytes and dtype not in _QUANTIZED:
+            strides = contiguous_strides(shape)
+            prefix, suffix = _template(dtype, tuple(shape), strides)
+            if len(data) == len(prefix) + nbytes + len(suffix) and data.startswith(prefix):
+                payload = torch.frombuffer(data, dtype=torch.uint8, offset=len(prefix), count=nbytes)
+                viewed = torch.empty(0, dtype=dtype, device="cpu")
+                return viewed.set_(payload.untyped_storage(), 0, tuple(shape), strides)
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        if not isinstance(loaded, torch.Tensor):
+            raise TypeError(f"a {type(loaded).__name__}, not a tensor")
+        return loaded

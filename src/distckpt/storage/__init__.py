@@ -54,8 +54,8 @@ class Storage(Protocol):
     def prepare(self) -> None:
         """Make the directory; a directory that others make at the same time is no error."""
 
-    def create_image(self, names: Sequence[str]) -> str:
-        """Create an empty file exclusively, under the first of `names` that is free; returns that name."""
+    def create_image(self, name: str) -> None:
+        """Create an empty file exclusively; one that exists is refused."""
 
     def open_image(self, name: str) -> ImageFile:
         """Open a file that exists for writing; several processes may write to it, each its own bytes."""

@@ -197,23 +197,13 @@ class PosixStorage:
         """See `Storage.prepare`."""
         self._make_directory(self.root)
 
-    def create_image(self, names: Sequence[str]) -> str:
-        """See `Storage.create_image`.
-
-        Raises:
-            WriteError: Every name is taken, or the file system refused.
-        """
-        for name in names:
-            path = self._path(name)
-            try:
-                os.close(os.open(path, _NEW_FILE, 0o644))
-            except FileExistsError:
-                continue
-            except OSError as error:
-                _fail(error, path, "cannot create")
-            return name
-        path = self._path(names[-1])
-        raise WriteError(f"cannot create {path}: it exists already [EEXIST]", errno=errno.EEXIST, path=path)
+    def create_image(self, name: str) -> None:
+        """See `Storage.create_image`."""
+        path = self._path(name)
+        try:
+            os.close(os.open(path, _NEW_FILE, 0o644))
+        except OSError as error:
+            _fail(error, path, "cannot create")
 
     def open_image(self, name: str) -> PosixImage:
         """See `Storage.open_image`."""
