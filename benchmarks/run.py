@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checksum
 import large
 import planning
 import small
@@ -24,6 +25,7 @@ THEMES: dict[str, Callable[..., Outcome]] = {
     "large": large.run,
     "async": stall.run,
     "planning": planning.run,
+    "checksum": checksum.run,
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-THEMES = ["small", "large", "async", "planning"]
+THEMES = ["small", "large", "async", "planning", "checksum"]
 PARTS = [
     "staging", "many", "guarded", "training", "tmpfs", "disk", "budget", "fifty", "expandable", "stock",
     "peers", "ranks",
