@@ -260,9 +260,14 @@ class PosixStorage:
     def revoke(self, name: str) -> None:
         """See `Storage.revoke`: without the file that it is about to rename, the step fails."""
         folder, _, base = name.rpartition("/")
+        prefix = f"{folder}/" if folder else ""
+        if folder:
+            self._make_directory(self._path(folder))
+        # An NFS client may show a directory as it was half a minute ago, unless it has changed it itself.
+        self.create_image(f"{prefix}{base}.{os.urandom(8).hex()}{_PARTIAL}")
         for entry in self.list(folder):
             if entry.startswith(f"{base}.") and entry.endswith(_PARTIAL):
-                self.delete(f"{folder}/{entry}" if folder else entry)
+                self.delete(prefix + entry)
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
         """See `Storage.read`.
