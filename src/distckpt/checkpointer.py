@@ -1040,17 +1040,18 @@ class Checkpointer:
         unfinished = [handle for handle in self._handles if not handle._future.done()]  # noqa: SLF001
         under_way = {handle.step for handle in unfinished}
         self._settled.add(committed)
-        for step in self._directories():
-            if step >= committed or step in under_way or step in self._settled:
-                continue
-            if self._is_complete(step):
-                self._settled.add(step)
-            else:
-                try:
+        try:
+            for step in self._directories():
+                if step >= committed or step in under_way or step in self._settled:
+                    continue
+                if self._is_complete(step):
+                    self._settled.add(step)
+                else:
                     storage = open_storage(self._path(step), self._storage_options)
                     reclaim(storage, save_id, self._failed)
-                except CheckpointError as error:
-                    _LOG.warning("what is left of step %d stays: %s", step, error)
+        except CheckpointError as error:
+            # What was committed is, whatever becomes of this.
+            _LOG.warning("what is left of earlier steps stays: %s", error)
 
     def _await_manifests(self, storage: Storage, save_id: str) -> list[PartialManifest]:
         """Return the manifests of all ranks, once they are there.
@@ -1144,6 +1145,8 @@ class Checkpointer:
     def _report(self, handle: SaveHandle, error: BaseException) -> None:
         """Log a failure at once: nobody may ever ask for the result."""
         # As text: a handler that keeps records would keep the traceback, and so the state.
+        if isinstance(error, CheckpointError) and error.rank is None:
+            error.rank = self._place.rank
         _LOG.error("the save of step %d failed: %s", handle.step, f"{type(error).__name__}: {error}")
         note_failure()
         traceback.clear_frames(error.__traceback__)

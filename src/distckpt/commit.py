@@ -25,8 +25,20 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from distckpt.errors import CheckpointError, CommitError, WriteError
-from distckpt.integrity import find_record, read_manifest
-from distckpt.manifest import FOLDER, METADATA, TRAILER, metadata_name, record_name, seal, unseal
+from distckpt.integrity import extents, find_record, read_manifest
+from distckpt.manifest import (
+    FOLDER,
+    IMAGE_NAME,
+    METADATA,
+    METADATA_NAME,
+    OWNER,
+    TRAILER,
+    UNFINISHED_METADATA_NAME,
+    metadata_name,
+    record_name,
+    seal,
+    unseal,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -35,12 +47,8 @@ if TYPE_CHECKING:
     from distckpt.storage import Storage
 
 _LOG = logging.getLogger(__name__)
-_OWNER = FOLDER + "owner"
 _SETTLE_ATTEMPTS = 3
 _ABANDONED_S = 6 * 3600.0
-_IMAGE = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
-"""With the id of a save: ours. Without: of stock PyTorch, whose checkpoint a save in its place replaces."""
-_METADATA = re.compile(r"(?:__(\d+))?\.metadata(\.[0-9a-f]+\.tmp)?")
 _FAILURE = re.compile(r"failed-rank-(\d+)\.json")
 
 
@@ -146,8 +154,8 @@ class Claim:
         """
         if self.rank is not None:
             return
-        data = storage.read(_OWNER)
-        owner = {} if data is None else unseal(storage, _OWNER, data)
+        data = storage.read(OWNER)
+        owner = {} if data is None else unseal(storage, OWNER, data)
         if owner.get("save_id") != self.save_id:
             who = "nobody" if data is None else data.decode(errors="replace")
             raise CommitError(
@@ -167,9 +175,11 @@ def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
     Raises:
         WriteError: The storage refuses.
     """
+    # What is in the way of the publication is found before anything is written.
+    storage.read(METADATA, nbytes=0)
     if rank is None:
         owner = {"save_id": save_id, "host": _host(), "pid": os.getpid(), "time": time.time()}
-        storage.put(_OWNER, seal(owner))
+        storage.put(OWNER, seal(owner))
         # A save that saw its own claim a moment ago may be about to publish: it does so now, or not at all.
         storage.revoke(METADATA)
     return Claim(save_id, rank, tuple(_find(storage, rank)))
@@ -207,6 +217,7 @@ def publish(
     data = metadata + TRAILER
     published = metadata_name(claimed.rank)
     record = {
+        "name": record_name(data),
         "save_id": claimed.save_id,
         "metadata": published,
         "manifests": [{"name": ref.name, "sha256": ref.sha256} for ref in manifests],
@@ -247,8 +258,8 @@ def reclaim(storage: Storage, save_id: str, failed: Collection[str] = ()) -> boo
     Args:
         storage: The directory.
         save_id: Of the save on whose behalf this is done; it never saved there.
-        failed: Saves that are known to be over. Another one is if its process has ended, or, where that cannot
-            be seen from here, if its claim is several hours old.
+        failed: Saves that are known to be over. Another one is if its process has ended, or, where that
+            cannot be seen from here, if its claim is several hours old.
 
     Returns:
         Whether the directory is gone.
@@ -262,17 +273,17 @@ def reclaim(storage: Storage, save_id: str, failed: Collection[str] = ()) -> boo
     # Whoever was about to publish has done so by now, or never will.
     if _has_metadata(storage):
         return False
-    _remove(storage, [*found, _OWNER, FOLDER], "was never completed")
+    _remove(storage, [*found, OWNER, FOLDER], "was never completed")
     return storage.remove_directory()
 
 
 def _is_over(storage: Storage, failed: Collection[str]) -> bool:
-    data = storage.read(_OWNER)
+    data = storage.read(OWNER)
     if data is None:
         # Somebody may be about to claim it.
         return False
     try:
-        owner = unseal(storage, _OWNER, data)
+        owner = unseal(storage, OWNER, data)
         if owner["save_id"] in failed:
             return True
         if owner["host"] == _host():
@@ -322,8 +333,8 @@ def sweep(storage: Storage, save_id: str) -> list[str]:
 
 
 def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
-    keep = {_OWNER}
-    names = [name for name in storage.list() if _METADATA.fullmatch(name) and not name.endswith(".tmp")]
+    keep = {OWNER}
+    names = filter(METADATA_NAME.fullmatch, storage.list())
     for name in names:
         keep.add(name)
         data = storage.read(name)
@@ -334,19 +345,21 @@ def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
         keep.add(record.name)
         for manifest, sha256 in record.manifests:
             keep |= {manifest, manifest.rpartition("/")[0] + "/"}
-            keep |= {str(file) for file in read_manifest(storage, manifest, sha256)["files"]}
+            parsed = read_manifest(storage, manifest, sha256)
+            keep |= {file for file, _, _ in extents(storage, manifest, parsed)}
     return [name for name in found if name not in keep]
 
 
 def _has_metadata(storage: Storage) -> bool:
-    return any(_METADATA.fullmatch(name) and not name.endswith(".tmp") for name in storage.list())
+    return any(map(METADATA_NAME.fullmatch, storage.list()))
 
 
 def _find(storage: Storage, rank: int | None = None) -> list[str]:
     """Return what saves, or those of one rank, have left, in an order in which it can be removed."""
     found = []
     for name in storage.list():
-        ours = _IMAGE.fullmatch(name) or _METADATA.fullmatch(name)
+        patterns = (IMAGE_NAME, METADATA_NAME, UNFINISHED_METADATA_NAME)
+        ours = next(filter(None, (pattern.fullmatch(name) for pattern in patterns)), None)
         if ours is not None and (rank is None or ours[1] == str(rank)):
             found.append(name)
     return found + _find_records(storage, rank)
@@ -357,7 +370,7 @@ def _find_records(storage: Storage, rank: int | None) -> list[str]:
     prefixes = ("",) if rank is None else (f"rank-{rank:05}.", f"failed-rank-{rank:05}.")
     for entry in storage.list(FOLDER):
         name = FOLDER + entry
-        if name == _OWNER:
+        if name == OWNER:
             continue
         if entry.endswith("/"):
             inners = storage.list(name)

@@ -916,6 +916,8 @@ class _Run:
         self._memory.board.stop()
         if self._lanes.abort(self._save_id, _ABORT_S):
             self._memory.is_lost = True
+            # Removing a file that a lane has in its hands may wait as long as the lane does.
+            return
         for name in self._names:
             with contextlib.suppress(WriteError):
                 self._storage.delete(name)

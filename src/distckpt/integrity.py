@@ -16,7 +16,7 @@ import hashlib
 import pickletools
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distckpt.errors import CheckpointError, IntegrityError
 from distckpt.manifest import FOLDER, METADATA, TRAILER, parse, record_name, unseal
@@ -64,23 +64,38 @@ def find_record(storage: Storage, metadata: bytes, name: str = METADATA) -> Reco
         WriteError: The storage refuses.
     """
     expected = record_name(metadata)
-    data = storage.read(expected)
-    if data is None:
+    record = read_record(storage, expected)
+    if record is None:
         if metadata.endswith(TRAILER):
             raise IntegrityError(
                 f"{storage.url}/{name} is not what was committed, or its record {expected} is missing",
                 file=name, expected=expected,
             )  # fmt: skip
         _check_foreign(storage, metadata, name)
+    return record
+
+
+def read_record(storage: Storage, name: str) -> Record | None:
+    """Return a commit record, whatever metadata there is; None if it is not there.
+
+    Raises:
+        CheckpointError: It is of another version.
+        IntegrityError: It is damaged; `file` is filled.
+        WriteError: The storage refuses.
+    """
+    data = storage.read(name)
+    if data is None:
         return None
-    fields = unseal(storage, expected, data)
+    fields = unseal(storage, name, data)
+    if fields.get("name") != name:
+        raise IntegrityError(f"{storage.url}/{name} is the record of other metadata", file=name)
     try:
         manifests = [(str(ref["name"]), str(ref["sha256"])) for ref in fields["manifests"]]
     except (LookupError, TypeError) as error:
-        raise IntegrityError(f"{storage.url}/{expected} names no manifests", file=expected) from error
+        raise IntegrityError(f"{storage.url}/{name} names no manifests", file=name) from error
     for manifest, _ in manifests:
         check_name(storage.url, manifest)
-    return Record(expected, fields, manifests)
+    return Record(name, fields, manifests)
 
 
 def _check_foreign(storage: Storage, metadata: bytes, name: str) -> None:
@@ -94,18 +109,18 @@ def _check_foreign(storage: Storage, metadata: bytes, name: str) -> None:
             f"{storage.url}/{name} is cut short or damaged: it is no whole pickle", file=name
         )
     for entry in storage.list(FOLDER):
-        data = storage.read(FOLDER + entry) if entry.startswith("commit-") else None
-        if data is None:
-            continue
         try:
-            fields = unseal(storage, FOLDER + entry, data)
+            record = read_record(storage, FOLDER + entry) if entry.startswith("commit-") else None
         except CheckpointError:
             # Of a checkpoint that another tool has replaced: its state says nothing of this one.
             continue
-        if fields.get("metadata") == name and str(fields.get("save_id")).encode() in metadata:
+        if record is None or record.fields.get("metadata") != name:
+            continue
+        save_id = str(record.fields.get("save_id"))
+        if save_id.encode() in metadata:
             raise IntegrityError(
-                f"{storage.url}/{name} is not what was committed: {FOLDER}{entry} is the record of its save, "
-                f"{fields.get('save_id')}, and names other bytes",
+                f"{storage.url}/{name} is not what was committed: {record.name} is the record of its save, "
+                f"{save_id}, and names other bytes",
                 file=name,
             )
 
@@ -196,8 +211,7 @@ def read_manifest(storage: Storage, name: str, sha256: str) -> dict[str, Any]:
     return parse(storage, name, data)
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """One item in a file, as a manifest says.
 
     Attributes:
@@ -226,7 +240,7 @@ def extents(storage: Storage, name: str, manifest: dict[str, Any]) -> Iterator[t
     """
     try:
         yield from _extents(storage, manifest)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{storage.url}/{name} contradicts itself: {error}", file=name) from error
 
 
@@ -237,6 +251,8 @@ def _extents(storage: Storage, manifest: dict[str, Any]) -> Iterator[tuple[str, 
     for number, (file, offset, size) in enumerate(
         zip(table["item_files"], table["offsets"], table["sizes"], strict=True)
     ):
+        if file < 0 or size < 0:
+            raise ValueError(f"item {number} lies in file {file} with {size} bytes")
         spans[file].append((offset, size, number))
     columns = [base64.b64decode(text, validate=True) for text in manifest["checksums"]]
     has_checksums = any(columns)

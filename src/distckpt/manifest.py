@@ -13,6 +13,7 @@ import base64
 import functools
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 FOLDER = ".distckpt/"
+OWNER = FOLDER + "owner"
+IMAGE_NAME = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
+"""With the id of a save: ours. Without: of stock PyTorch, whose checkpoint a save in its place replaces."""
+METADATA_NAME = re.compile(r"(?:__(\d+))?\.metadata")
+UNFINISHED_METADATA_NAME = re.compile(METADATA_NAME.pattern + r"\.[0-9a-f]+\.tmp")
 VERSION = 3
 TRAILER = b"\n.distckpt/commit-*.json belongs to this\n"
 """Ends every `.metadata` of ours, behind the pickle, where readers do not look: one that has it and no record
@@ -59,8 +65,9 @@ def unseal(storage: Storage, name: str, data: bytes | bytearray) -> dict[str, An
     body, mark = bytes(data[:-_SEAL_BYTES]), bytes(data[-_SEAL_BYTES:])
     found = hashlib.sha256(body).hexdigest()
     if mark != _SEAL + found.encode() + b'"}':
-        # Not readable at all, or of a version before there were seals.
-        parse(storage, name, data)
+        if not mark.startswith(_SEAL):
+            # Not readable at all, or of a version before there were seals.
+            parse(storage, name, data)
         raise IntegrityError(
             f"{storage.url}/{name} is not what was written: its SHA-256 is {found}",
             file=name, expected=mark[len(_SEAL) : -2].decode(errors="replace"), found=found,
@@ -82,7 +89,7 @@ def parse(storage: Storage, name: str, data: bytes | bytearray) -> dict[str, Any
     """
     try:
         parsed = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{storage.url}/{name} is not readable: {error}", file=name) from error
     version = parsed.get("version") if isinstance(parsed, dict) else None
     if version is None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from distckpt.config import CheckpointConfig
-from distckpt.errors import CheckpointError, ConfigError, IntegrityError
+from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
 from distckpt.formats import open_format
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import metadata_name
@@ -151,7 +151,10 @@ class StorageReader(TorchStorageReader):
         Raises:
             CheckpointError: There are none.
         """
-        data = storage.read(name)
+        try:
+            data = storage.read(name)
+        except WriteError as error:
+            return b"", error
         for attempt in range(_SETTLE_ATTEMPTS):
             if data is None:
                 raise CheckpointError(f"{storage.url} holds no complete checkpoint: {name} is missing")

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from distckpt import StorageWriter, WriteError, engine, lanes
+from distckpt import Checkpointer, StorageWriter, WriteError, engine, lanes
 from faults.checkpoints import (
+    KIB,
     MIB,
     NO_MOUNT,
     assert_is_clean,
@@ -32,6 +33,7 @@ from faults.checkpoints import (
     same,
     save,
     save_in,
+    say,
     start_save,
     state_of,
     stopping,
@@ -39,6 +41,7 @@ from faults.checkpoints import (
     without_the_others,
 )
 from faults.conftest import OpenWriter
+from faults.mounts import make_image, mount_image, resize_tmpfs, unmount
 from faults.programs import Programs
 
 OLD, NEW, NEXT = state_of(1), state_of(2, 8 * MIB), state_of(3)
@@ -109,6 +112,113 @@ def fill_up_to_the_last_byte(folder: str) -> None:
 
 def test_a_disk_that_fills_up_at_any_step_leaves_old_or_new(programs: Programs, tmp_path: Path) -> None:
     done = programs.run(fill_up_to_the_last_byte, str(tmp_path))
+    if done.status == NO_MOUNT:
+        pytest.skip(done.out)
+    assert done.status == 0, done
+
+
+SMALL = 256 * KIB
+PAGE = 4096
+
+
+def save_with(api: str, workers: int, folder: str) -> tuple[str, Callable[[Any], object], Callable[[], None]]:
+    """Return the checkpoint's path, how to save to it, and what ends that."""
+    if api == "checkpointer":
+        checkpointer = Checkpointer(folder, dist_ckpt_workers=workers, async_save=True)
+        return (
+            f"{folder}/step-00000001",
+            lambda state: checkpointer.save(1, state).result(timeout=30),
+            checkpointer.close,
+        )
+    writer = StorageWriter(dist_ckpt_workers=workers)
+    return (
+        f"{folder}/checkpoint",
+        functools.partial(save_in, api, writer, f"{folder}/checkpoint"),
+        writer.close,
+    )
+
+
+def fill_up_at_any_size(folder: str, api: str, workers: int) -> None:
+    """Overwrite a checkpoint with less and less room left, from what suffices to none at all."""
+    mount_tmpfs(folder, 8 * MIB)
+    path, save_one, close = save_with(api, workers, f"{folder}/storage")
+    filler = Path(folder, "filler")
+    committed = state_of(0, SMALL)
+    save_one(committed)
+    used = 8 * MIB - os.statvfs(folder).f_bavail * PAGE
+    most = used // PAGE + 8
+    sizes = [*range(most, most - 32, -1), *range(most - 32, 0, -3), 0]
+    outcomes = []
+    for number, pages in enumerate(sizes, start=1):
+        filler.write_bytes(bytes((os.statvfs(folder).f_bavail - pages) * PAGE))
+        new, third = state_of(2 * number, SMALL), state_of(2 * number + 1, SMALL)
+        error = outcome_of(functools.partial(save_one, new))
+        filler.unlink()
+        outcomes.append(error is None)
+        if error is None:
+            assert same(load(path, new), new)
+        else:
+            assert isinstance(error, WriteError), repr(error)
+            assert (error.errno, error.rank) == (errno.ENOSPC, 0), error
+            assert error.path is not None
+            assert error.path.startswith(path)
+            assert (error.lane is not None) == (".distcp" in error.path), error
+            assert same(load(path, committed), committed)
+        save_one(third)
+        assert same(load(path, third), third)
+        assert_is_clean(path)
+        committed = third
+    close()
+    assert outcomes[0], "there was never enough room"
+    assert outcomes == sorted(outcomes, reverse=True), "less room was enough"
+    say(len(outcomes), outcomes.index(False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("api", "workers"), [("sync", 1), ("async", 2), ("checkpointer", 2)])
+def test_a_disk_of_any_size_that_is_too_small(
+    programs: Programs, tmp_path: Path, api: str, workers: int
+) -> None:
+    done = programs.run(fill_up_at_any_size, str(tmp_path), api, workers)
+    if done.status == NO_MOUNT:
+        pytest.skip(done.out)
+    assert done.status == 0, done
+
+
+def fill_up_behind_the_cache(folder: str, workers: int) -> None:
+    """Save to an ext4 that believes in more room than there is: only fsync, or O_DIRECT, can tell."""
+    mount_tmpfs(folder, 24 * MIB)
+    image, storage = Path(folder, "image"), Path(folder, "storage")
+    make_image(image, 64 * MIB)
+    mount_image(image, storage)
+    path = storage / "checkpoint"
+    large = state_of(2, 32 * MIB)
+    with StorageWriter(dist_ckpt_workers=workers) as writer:
+        save(writer, path, OLD)
+        error = error_of(lambda: save(writer, path, large))
+        assert isinstance(error, WriteError), repr(error)
+        # The kernel makes EIO of it when it comes from below a file system.
+        assert error.errno in {errno.ENOSPC, errno.EIO}, error
+        assert error.rank == 0
+        assert error.lane in range(workers)
+        assert error.path is not None
+        assert ".distcp" in error.path
+        assert same(load(path, OLD), OLD)
+        resize_tmpfs(folder, 128 * MIB)
+        # A journal that could not be written has made it read-only.
+        unmount(storage)
+        mount_image(image, storage)
+        assert same(load(path, OLD), OLD)
+        save(writer, path, large)
+        assert same(load(path, large), large)
+        assert_is_clean(path)
+    unmount(storage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_is_full_below_the_file_system(programs: Programs, tmp_path: Path, workers: int) -> None:
+    done = programs.run(fill_up_behind_the_cache, str(tmp_path), workers)
     if done.status == NO_MOUNT:
         pytest.skip(done.out)
     assert done.status == 0, done
@@ -240,12 +350,19 @@ def test_an_error_of_any_system_call_reaches_the_caller(
 def test_a_file_that_lost_its_end_is_found_by_its_size(open_writer: OpenWriter, tmp_path: Path) -> None:
     writer = open_writer(dist_ckpt_workers=2)
     save(writer, tmp_path / "old", OLD)
-    file = tmp_path / "new" / "__0_1.distcp"
     # Every write has been accepted; somebody truncates the file before it is made durable.
     first, second = (injecting(pid, f"fsync:delay_enter={10**6}") for pid in pids_of(writer))
     with first, second:
         saving: Any = start_save(writer, tmp_path / "new", NEW)
-        wait_until(lambda: file.exists() and file.stat().st_size > 4 * MIB, 20, "the file is written")
+        written: list[Path] = []
+
+        def find() -> list[Path]:
+            files = (tmp_path / "new").glob("__0_1.distcp*")
+            written[:] = [file for file in files if file.stat().st_size > 4 * MIB]
+            return written
+
+        wait_until(find, 20, "the file is written")
+        [file] = written
         time.sleep(0.2)
         os.truncate(file, 4 * MIB)
         error = error_of(lambda: saving.result(timeout=20))
@@ -330,7 +447,8 @@ def test_a_directory_that_vanishes_during_the_save(open_writer: OpenWriter, tmp_
     with stopping(writer, 0) as stopped:
         saving: Any = start_save(writer, path, NEW)
         assert stopped.wait(20)
-        images = [path / f"__0_{number}.distcp" for number in range(2)]
+        images = list(path.glob("__0_?.distcp*"))
+        assert len(images) == 2
         wait_until(lambda: any(image.stat().st_size for image in images), 20, "something is written")
         shutil.rmtree(path)
     error = outcome_of(lambda: saving.result(timeout=20))

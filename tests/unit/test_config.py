@@ -283,7 +283,8 @@ def test_flag_set_is_frozen() -> None:
 def test_flags_reach_the_config() -> None:
     arguments = (
         "--dist-ckpt-workers 1 --async-save --distributed-timeout-minutes 2.5 --ckpt-format torch_dist "
-        "--ckpt-host-memory 50% --ckpt-checksum none --no-ckpt-weights-only --ckpt-on-failure raise --log-level debug"
+        "--ckpt-host-memory 50% --ckpt-checksum none --no-ckpt-weights-only --ckpt-on-failure raise "
+        "--log-level debug"
     )
     assert CheckpointConfig.from_args(parse(*arguments.split())) == CheckpointConfig(
         async_save=True,

@@ -17,6 +17,7 @@ import errno
 import itertools
 import os
 import stat
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _MAX_BUFFERS = 1024
 """Source: IOV_MAX, limits.h(0p); Linux accepts 1024 buffers in one call."""
 _MKDIR_ATTEMPTS = 5
+_MKDIR_PAUSE_S = 0.02
 _PAGE_BYTES = 4096
 _DIRECT_BYTES = 1 << 20
 """Below this a write through the page cache is no slower, and the pages are few."""
@@ -148,6 +150,14 @@ def _open_to_read(path: str, _: int) -> int:
     return os.open(path, _READ_FILE)
 
 
+def _is_directory(path: str) -> bool:
+    """As os.path.isdir, but what else is wrong is raised."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def _whole_pages(buffers: Iterable[memoryview]) -> int:
     """Return the bytes at the start of `buffers` that are whole pages, in buffers of whole pages each."""
     whole = 0
@@ -194,8 +204,26 @@ class PosixStorage:
         self.spec: StorageSpec = {"kind": "posix", "root": root}
 
     def prepare(self) -> None:
-        """See `Storage.prepare`."""
-        self._make_directory(self.root)
+        """See `Storage.prepare`.
+
+        One directory at a time, the name of each durable before there is anything in it: whoever made the
+        last one that is there may have died before its name was.
+        """
+        missing: list[str] = []
+        there = self.root
+        try:
+            while not _is_directory(there):
+                missing.append(there)
+                there = os.path.dirname(there)
+        except OSError as error:
+            _fail(error, there, "cannot look at")
+        above = os.path.dirname(there)
+        # A directory that may be entered and not read: then somebody else has made what is below.
+        if os.access(above, os.R_OK):
+            self._sync_directory(above)
+        for folder in reversed(missing):
+            self._make_directory(folder)
+            self._sync_directory(os.path.dirname(folder))
 
     def create_image(self, name: str) -> None:
         """See `Storage.create_image`."""
@@ -357,23 +385,17 @@ class PosixStorage:
         return os.path.join(self.root, name)
 
     def _make_directory(self, folder: str) -> None:
-        created: list[str] = []
         for attempt in range(_MKDIR_ATTEMPTS):
             try:
-                missing = folder
-                while not os.path.isdir(missing):
-                    created.append(missing)
-                    missing = os.path.dirname(missing)
                 os.makedirs(folder, exist_ok=True)
-                break
+                return
             except (FileExistsError, FileNotFoundError) as error:
                 # Others make the same directories: on Lustre and NFS mkdir loses that race in several ways.
                 if attempt + 1 == _MKDIR_ATTEMPTS:
                     _fail(error, folder, "cannot make directory")
             except OSError as error:
                 _fail(error, folder, "cannot make directory")
-        for path in created:
-            self._sync_directory(os.path.dirname(path))
+            threading.Event().wait(_MKDIR_PAUSE_S * attempt)
 
     def _sync_directory(self, folder: str) -> None:
         try:
