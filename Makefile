@@ -42,8 +42,9 @@ faults: $(STAMP)  ## Run the tests that crash, kill, stop and corrupt
 perf: $(STAMP)  ## Run the tests of memory, descriptors and operations over many saves
 	$(BIN)/python -m pytest tests/perf
 
-crash: $(STAMP)  ## Kill real processes at hundreds of operations of a save
+crash: $(STAMP)  ## Kill processes at hundreds of operations of a save, and the power of a virtual machine
 	$(BIN)/python tests/faults/crash.py
+	$(BIN)/python -m pytest tests/faults/test_real_ext4.py --every-point
 
 soak: $(STAMP)  ## Kill random processes while jobs save without end
 	$(BIN)/python tests/faults/soak.py

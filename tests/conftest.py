@@ -29,6 +29,9 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-point", action="store_true", help="power loss on a real file system: all points, not some"
+    )
     parser.addoption("--seed", type=int, default=None, help="seed of the rng fixture, from a failure's text")
 
 

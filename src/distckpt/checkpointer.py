@@ -78,6 +78,8 @@ _ARRIVAL_S = 5.0
 _FIRST_POLL_S = 0.01
 _LAST_POLL_S = 1.0
 _VERSIONS_AT_ONCE = 512
+_IDLE_TIMEOUTS = 2.0
+"""A save in whose directory nothing has changed for so many deadlines is over; ranks wait for 1.5 at most."""
 _MOST_RESIDENCES = 4
 """Saves of one state in flight, as far as the budget goes: one is written, others are staged."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -957,9 +959,10 @@ class Checkpointer:
         save_id: str,
     ) -> None:
         """Write and publish what was staged; in the background."""
+        storage: Storage | None = None
+        claims: list[Claim | None] = []
         try:
             storage = open_storage(handle.path, self._storage_options)
-            claims: list[Claim | None] = []
             if residence is None:
                 # Other ranks save all that this one has.
                 claims.append(self._claim(storage, save_id))
@@ -977,7 +980,8 @@ class Checkpointer:
             if late is not None:
                 late.check()
             self._publish(handle, planned, storage, written, save_id, claims[0])
-        except BaseException as error:  # noqa: BLE001 - the top frame of a thread: the handle raises it
+        except BaseException as failure:  # noqa: BLE001 - the top frame of a thread: the handle raises it
+            error = failure if storage is None else Claim(save_id, None, ()).explain(storage, failure)
             handle._residence = None  # noqa: SLF001 - one room
             if residence is not None:
                 _await_arrival(residence)
@@ -1029,7 +1033,7 @@ class Checkpointer:
             self._await_commit(storage, save_id)
             self._learn(planned, storage, save_id)
             return
-        manifests = self._await_manifests(storage, save_id) if self._place.world > 1 else []
+        manifests = self._await_manifests(storage, save_id, claimed) if self._place.world > 1 else []
         data = planned.metadata(manifests, written.names, handle.path, save_id)
         refs = [manifest.ref for manifest in manifests] or [ref]
         publish(storage, data, claimed, refs, self._details())
@@ -1048,17 +1052,17 @@ class Checkpointer:
                     self._settled.add(step)
                 else:
                     storage = open_storage(self._path(step), self._storage_options)
-                    reclaim(storage, save_id, self._failed)
+                    reclaim(storage, save_id, failed=self._failed, idle_s=_IDLE_TIMEOUTS * self._timeout_s)
         except CheckpointError as error:
             # What was committed is, whatever becomes of this.
             _LOG.warning("what is left of earlier steps stays: %s", error)
 
-    def _await_manifests(self, storage: Storage, save_id: str) -> list[PartialManifest]:
+    def _await_manifests(self, storage: Storage, save_id: str, claimed: Claim) -> list[PartialManifest]:
         """Return the manifests of all ranks, once they are there.
 
         Raises:
             MissingRanks: Some have not come within the deadline.
-            CommitError: A rank gave the save up.
+            CommitError: A rank gave the save up, or another save has claimed the directory.
         """
         found: dict[int, PartialManifest] = {}
         for _ in self._polls(storage, save_id, lambda: sorted(set(range(self._place.world)) - found.keys())):
@@ -1068,13 +1072,20 @@ class Checkpointer:
                     found[rank] = manifest
             if len(found) == self._place.world:
                 break
+            claimed.check(storage)
         return [found[rank] for rank in range(self._place.world)]
 
     def _await_commit(self, storage: Storage, save_id: str) -> None:
         """Wait until the coordinator has published the save; raises as `_await_manifests`."""
+        claimed = Claim(save_id, None, ())
+        has_claim = False
         for _ in self._polls(storage, save_id, lambda: [0]):
             if committed_by(storage) == save_id:
                 break
+            if has_claim:
+                # Overtaken, or replaced as soon as it was committed.
+                claimed.check(storage)
+            has_claim = has_claim or claimed.is_owner(storage)
 
     def _polls(self, storage: Storage, save_id: str, missing: Callable[[], list[int]]) -> Iterator[None]:
         """Yield less and less often, until the deadline or until another rank says that it has failed.

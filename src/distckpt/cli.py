@@ -60,6 +60,8 @@ _WIDEST = 1 << 16
 _RANK = re.compile(r"__(\d+)_")
 _PART = re.compile(r"__\d+\.metadata")
 _KIB = 1024.0
+_IDLE_S = 1200.0
+"""Twice the deadline that waits have unless another is set."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -390,7 +392,7 @@ def _sweep_one(
             return [], "never completed, and perhaps under way: --partial removes it", WELL
         if options.dry_run:
             return [storage.url], None, WELL
-        if commit.reclaim(storage, save_id):
+        if commit.reclaim(storage, save_id, idle_s=_IDLE_S):
             return [storage.url], None, WELL
         return [], "not removed: a save is or may be under way, or other files lie there", WELL
     try:

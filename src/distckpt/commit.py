@@ -12,6 +12,7 @@ Torch-free: the pickled metadata arrives as bytes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _SETTLE_ATTEMPTS = 3
-_ABANDONED_S = 6 * 3600.0
+_PUBLISH_ATTEMPTS = 3
 _FAILURE = re.compile(r"failed-rank-(\d+)\.json")
 
 
@@ -144,6 +145,17 @@ class Claim:
     rank: int | None
     found: tuple[str, ...]
 
+    def explain(self, storage: Storage, error: BaseException) -> BaseException:
+        """Return what `error`, which failed the save, comes from: another one may have swept its files."""
+        if isinstance(error, WriteError) and error.errno == errno.ENOENT:
+            try:
+                self.check(storage)
+            except CommitError as overtaken:
+                return overtaken
+            except CheckpointError:
+                pass
+        return error
+
     def check(self, storage: Storage) -> None:
         """Refuse to go on if another save has claimed the directory since.
 
@@ -152,16 +164,18 @@ class Claim:
             IntegrityError: The owner record is damaged.
             WriteError: The storage refuses.
         """
-        if self.rank is not None:
-            return
-        data = storage.read(OWNER)
-        owner = {} if data is None else unseal(storage, OWNER, data)
-        if owner.get("save_id") != self.save_id:
+        if self.rank is None and not self.is_owner(storage):
+            data = storage.read(OWNER)
             who = "nobody" if data is None else data.decode(errors="replace")
             raise CommitError(
                 f"not published: {storage.url} was claimed by another save while this one ({self.save_id}) "
                 f"ran: {who}"
             )
+
+    def is_owner(self, storage: Storage) -> bool:
+        """Say whether this is the claim that stands; raises as `check`."""
+        data = storage.read(OWNER)
+        return data is not None and unseal(storage, OWNER, data).get("save_id") == self.save_id
 
 
 def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
@@ -224,12 +238,16 @@ def publish(
         **(details or {}),
     }
     storage.put(record_name(data), seal(record))
-    try:
-        storage.put(published, data, last_check=lambda: claimed.check(storage))
-    except WriteError:
-        # Revoked at the last moment, or a failure of the storage.
-        claimed.check(storage)
-        raise
+    for attempt in range(_PUBLISH_ATTEMPTS):
+        try:
+            storage.put(published, data, last_check=lambda: claimed.check(storage))
+            break
+        except WriteError as error:
+            # Revoked at the last moment, or a failure of the storage.
+            claimed.check(storage)
+            # Or revoked by a save whose claim is older than this one, and which was slow to finish it.
+            if error.errno != errno.ENOENT or attempt + 1 == _PUBLISH_ATTEMPTS:
+                raise
     keep = {record_name(data), published}
     for ref in manifests:
         keep |= {ref.name, ref.name.rpartition("/")[0] + "/", *ref.files}
@@ -252,14 +270,15 @@ def refuse_part(storage: Storage) -> None:
         )
 
 
-def reclaim(storage: Storage, save_id: str, failed: Collection[str] = ()) -> bool:
-    """Remove a directory in which nothing was ever committed, if the save that has claimed it is over.
+def reclaim(storage: Storage, save_id: str, *, failed: Collection[str] = (), idle_s: float) -> bool:
+    """Remove a directory in which nothing was ever committed, if the save that wrote there is over.
 
     Args:
         storage: The directory.
         save_id: Of the save on whose behalf this is done; it never saved there.
-        failed: Saves that are known to be over. Another one is if its process has ended, or, where that
-            cannot be seen from here, if its claim is several hours old.
+        failed: Saves that are known to be over.
+        idle_s: Seconds without any change after which a save is over, whoever's it is; more than any wait of
+            a save lasts.
 
     Returns:
         Whether the directory is gone.
@@ -267,7 +286,7 @@ def reclaim(storage: Storage, save_id: str, failed: Collection[str] = ()) -> boo
     Raises:
         WriteError: The storage refuses.
     """
-    if _has_metadata(storage) or not _is_over(storage, failed):
+    if _has_metadata(storage) or not _is_over(storage, failed, idle_s):
         return False
     found = claim(storage, save_id).found
     # Whoever was about to publish has done so by now, or never will.
@@ -277,20 +296,24 @@ def reclaim(storage: Storage, save_id: str, failed: Collection[str] = ()) -> boo
     return storage.remove_directory()
 
 
-def _is_over(storage: Storage, failed: Collection[str]) -> bool:
+def _is_over(storage: Storage, failed: Collection[str], idle_s: float) -> bool:
+    present = storage.list()
+    if present and FOLDER not in present and not any(map(IMAGE_NAME.fullmatch, present)):
+        # No save has ever been here.
+        return False
     data = storage.read(OWNER)
-    if data is None:
-        # Somebody may be about to claim it.
-        return False
-    try:
-        owner = unseal(storage, OWNER, data)
-        if owner["save_id"] in failed:
-            return True
-        if owner["host"] == _host():
-            return not psutil.pid_exists(owner["pid"])
-        return bool(time.time() - owner["time"] > _ABANDONED_S)
-    except (CheckpointError, LookupError, TypeError):
-        return False
+    # Not claimed yet: the save may be about to.
+    owner: dict[str, Any] = {}
+    if data is not None:
+        with contextlib.suppress(CheckpointError):
+            owner = unseal(storage, OWNER, data)
+    if owner.get("save_id") in failed:
+        return True
+    pid = owner.get("pid")
+    if owner.get("host") == _host() and isinstance(pid, int) and not psutil.pid_exists(pid):
+        return True
+    changed = storage.last_change()
+    return changed is not None and time.time() - changed > idle_s
 
 
 def _host() -> str:

@@ -501,7 +501,10 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         """Log a failure at once: with `async_save` nobody may ever ask for the result."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as failure:
+            error = failure
+            if save.claimed is not None and save.storage is not None:
+                error = save.claimed.explain(save.storage, failure)
             if isinstance(error, CheckpointError) and error.rank is None:
                 error.rank = save.participant.rank
             # As text: a handler that keeps records would keep the traceback, and so the staged state.
@@ -512,7 +515,9 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             # The names in frames that have ended would hold staged tensors for as long as the error is kept.
             traceback.clear_frames(error.__traceback__)
             if _travels(error):
-                raise
+                if error is failure:
+                    raise
+                raise error from failure
             rank = save.participant.rank
             told = CheckpointError(f"{text} (rank {rank})", rank=rank)
             raise told.with_traceback(error.__traceback__) from error

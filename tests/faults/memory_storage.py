@@ -61,5 +61,8 @@ class MemoryStorage:
     def delete(self, name: str) -> None:
         raise NotImplementedError
 
+    def last_change(self) -> float | None:
+        return None
+
     def remove_directory(self) -> bool:
         raise NotImplementedError

@@ -85,6 +85,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self.done is None:
+            # Just forked, it has no group yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
             self._reap()
 
     def _reap(self) -> None:

@@ -555,7 +555,7 @@ def test_a_name_that_leads_outside_is_refused(
         (copied / committed.record).write_bytes(resealed(fields))
     elif place == "file":
         manifest = json.loads(committed.files[committed.manifests[0]])
-        manifest["files"] = dict([(evil, *manifest["files"].values())])
+        manifest["files"] = {evil: next(iter(manifest["files"].values()))}
         data = json.dumps(manifest).encode()
         (copied / committed.manifests[0]).write_bytes(data)
         fields["manifests"][0]["sha256"] = hashlib.sha256(data).hexdigest()
@@ -676,7 +676,7 @@ def test_links_lead_to_nothing_that_is_written_or_removed(
             sweep(storage, "0d")
     (copied / METADATA).unlink()
     with contextlib.suppress(CheckpointError):
-        reclaim(storage, "0e")
+        reclaim(storage, "0e", idle_s=0.0)
     assert names_below(outside) == before
 
 
@@ -726,7 +726,7 @@ def test_what_is_no_file_stops_nobody(
         assert isinstance(error, WriteError)
         assert name in str(error)
     with contextlib.suppress(CheckpointError):
-        reclaim(storage, "0d")
+        reclaim(storage, "0d", idle_s=0.0)
 
 
 def malformed() -> dict[str, Callable[[dict[str, Any]], object]]:

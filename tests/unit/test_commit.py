@@ -6,8 +6,10 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import pickle
 import struct
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
@@ -221,6 +223,10 @@ class FaultyStorage:
     def delete(self, name: str) -> None:
         self.step(f"delete {name}")
         self.inner.delete(name)
+
+    def last_change(self) -> float | None:
+        self.step("last_change")
+        return self.inner.last_change()
 
     def remove_directory(self) -> bool:
         self.step("remove_directory")
@@ -675,13 +681,13 @@ def test_what_was_never_completed_is_reclaimed(storage: Storage, tmp_path: Path)
     interrupted = claim(storage, "0a")
     ref = write_rank(storage, "0a", 0, b"data")
     report_failure(storage, "0a", 1, "failed")
-    assert not reclaim(storage, "0b"), "this process lives"
-    assert not reclaim(storage, "0b", {"0c"})
-    assert reclaim(storage, "0b", {"0a"})
+    assert not reclaim(storage, "0b", idle_s=60), "this process lives"
+    assert not reclaim(storage, "0b", failed={"0c"}, idle_s=60)
+    assert reclaim(storage, "0b", failed={"0a"}, idle_s=60)
     assert not tmp_path.exists()
     with pytest.raises(CommitError, match="nobody"):
         publish(storage, b"metadata", interrupted, [ref])
-    assert not reclaim(storage, "0b"), "there is nothing"
+    assert not reclaim(storage, "0b", idle_s=0), "there is nothing"
 
 
 @pytest.mark.parametrize(
@@ -690,9 +696,6 @@ def test_what_was_never_completed_is_reclaimed(storage: Storage, tmp_path: Path)
         ({}, False),
         ({"pid": 2**22 + 1}, True),
         ({"pid": 2**22 + 1, "host": "elsewhere"}, False),
-        ({"host": "elsewhere", "time": 0.0}, True),
-        ({"time": 0.0}, False),
-        ({"time": None, "host": "elsewhere"}, False),
         ({"pid": None}, False),
     ],
 )
@@ -703,30 +706,72 @@ def test_a_directory_is_reclaimed_once_its_owner_is_gone(
     write_rank(storage, "0a", 0, b"data")
     owner = tmp_path / ".distckpt/owner"
     owner.write_bytes(seal(unseal(storage, "owner", owner.read_bytes()) | changes))
-    assert reclaim(storage, "0b") == is_over
+    assert reclaim(storage, "0b", idle_s=60) == is_over
     assert tmp_path.exists() != is_over
 
 
-def test_a_directory_without_a_readable_owner_is_left(storage: Storage, tmp_path: Path) -> None:
-    write_rank(storage, "0a", 0, b"data")
-    before = names(tmp_path)
-    assert not reclaim(storage, "0b", {"0a"})
-    assert names(tmp_path) == before
-    storage.put(".distckpt/owner", b"damaged")
-    assert not reclaim(storage, "0b", {"0a"})
-    assert before < names(tmp_path)
+@pytest.mark.parametrize(
+    "what", ["nothing", "an image", "a claim", "half a claim", "a damaged claim", "a word"]
+)
+def test_a_directory_is_reclaimed_once_nothing_changes_there(
+    storage: Storage, tmp_path: Path, what: str
+) -> None:
+    if what == "an image":
+        storage.create_image("__0_0.distcp.0a")
+    elif what == "a claim":
+        claim(storage, "0a")
+    elif what == "half a claim":
+        storage.put(".distckpt/owner.0123.tmp", b"")
+    elif what == "a damaged claim":
+        storage.put(".distckpt/owner", b"damaged")
+    elif what == "a word":
+        report_failure(storage, "0a", 1, "failed")
+    paths = [tmp_path, *tmp_path.rglob("*")]
+    for changed in paths:
+        for path in paths:
+            os.utime(path, (time.time() - 100,) * 2)
+        os.utime(changed, (time.time() - 30,) * 2)
+        assert not reclaim(storage, "0b", failed={"0b"}, idle_s=60), changed
+    assert reclaim(storage, "0b", idle_s=20)
+    assert not tmp_path.exists()
 
 
 def test_only_what_saves_left_is_reclaimed(storage: Storage, tmp_path: Path) -> None:
     save(storage, "0a")
     before = names(tmp_path)
-    assert not reclaim(storage, "0b")
+    assert not reclaim(storage, "0b", failed={"0a"}, idle_s=0)
     assert names(tmp_path) == before
     (tmp_path / METADATA).rename(tmp_path / "notes.txt")
-    assert not reclaim(storage, "0b", {"0a"})
+    assert not reclaim(storage, "0b", failed={"0a"}, idle_s=0)
     assert names(tmp_path) == {"notes.txt"}
-    assert not reclaim(storage, "0b")
+    was = tmp_path.stat().st_mtime_ns
+    assert not reclaim(storage, "0b", idle_s=0)
     assert names(tmp_path) == {"notes.txt"}
+    assert tmp_path.stat().st_mtime_ns == was, "not touched"
+
+
+class InterposedStorage(PausedStorage):
+    """Does something else, once, before the first call of a kind."""
+
+    def __init__(self, inner: Storage, doing: str, then: Callable[[], object]) -> None:
+        super().__init__(inner, 0, then)
+        self.doing = doing
+        self.is_over = False
+
+    def step(self, what: str) -> None:
+        if what.startswith(self.doing) and not self.is_over:
+            self.is_over = True
+            self.then()
+
+
+def test_a_claim_that_is_slow_to_revoke_others_does_not_stop_a_later_one(storage: Storage) -> None:
+    save(storage, "0a")
+    later = InterposedStorage(storage, "publish", lambda: storage.revoke(METADATA))
+    slow = InterposedStorage(storage, "revoke", lambda: save(later, "0b"))
+    with pytest.raises(CommitError, match="0b"):
+        save(slow, "0c")
+    assert later.is_over
+    assert committed_by(storage) == "0b"
 
 
 def test_a_sweep_removes_what_no_checkpoint_names(storage: Storage, tmp_path: Path) -> None:
@@ -782,7 +827,7 @@ def test_links_are_not_followed_to_write_or_remove(storage: Storage, tmp_path: P
     inside.prepare()
     (root / "__0_0.distcp").symlink_to(elsewhere / "__0_0.distcp")
     (root / ".distckpt").symlink_to(elsewhere)
-    for call in (lambda: claim(inside, "0a"), lambda: reclaim(inside, "0a"), lambda: save(inside, "0a")):
+    for call in (lambda: claim(inside, "0a"), lambda: save(inside, "0a")):
         with pytest.raises(WriteError, match="link"):
             call()
     (root / ".distckpt").unlink()

@@ -85,6 +85,12 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file, or a directory that is empty; one that is absent is no error."""
 
+    def last_change(self) -> float | None:
+        """Return when anything in the directory was made, written or removed, in seconds since the epoch.
+
+        To a few minutes; None if that cannot be told, or there is no directory.
+        """
+
     def remove_directory(self) -> bool:
         """Remove the checkpoint's directory if it is empty; returns whether it is gone."""
 

@@ -357,6 +357,27 @@ class PosixStorage:
         except OSError as error:
             _fail(error, path, "cannot remove")
 
+    def last_change(self) -> float | None:
+        """See `Storage.last_change`."""
+        newest: float | None = None
+        try:
+            folders = [self.root]
+            while folders:
+                folder = folders.pop()
+                newest = max(newest or 0.0, os.lstat(folder).st_mtime)
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+                        else:
+                            with contextlib.suppress(FileNotFoundError):
+                                newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+        except FileNotFoundError:
+            return newest
+        except OSError as error:
+            _fail(error, self.root, "cannot list")
+        return newest
+
     def remove_directory(self) -> bool:
         """See `Storage.remove_directory`."""
         try:

@@ -95,6 +95,9 @@ class MemoryStorage:
             raise WriteError("not empty", errno=errno.ENOTEMPTY, path=name)
         del self.tree[path]
 
+    def last_change(self) -> float | None:
+        return None
+
     def remove_directory(self) -> bool:
         if any(path.startswith(self.root + "/") for path in self.tree):
             return False

@@ -69,8 +69,13 @@ def overwrite(disk: Disk, this: Round, tell: int) -> None:
             # At once, for the disk takes a while.
             for pid in pids_of(writer) if this.workers > 1 else []:
                 os.kill(pid, signal.SIGSTOP)
-            os.write(tell, why.replace(PATH, "").encode())
+            if why:
+                os.write(tell, why.replace(PATH, "").encode())
             disk.lose_writes()
+            if not why:
+                # What the other threads have come to meanwhile.
+                when = "before" if phase == "before" else "during"
+                os.write(tell, f"{when} {this.delay_s:.4f} s".encode())
             for pid in pids_of(writer) if this.workers > 1 else []:
                 os.kill(pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -107,7 +112,7 @@ def overwrite(disk: Disk, this: Round, tell: int) -> None:
     def note(_: object) -> None:
         written.append(time.monotonic())
         if this.delay_s >= 0 and len(written) == 1:
-            threading.Timer(this.delay_s, cut_off, [f"before {this.delay_s:.4f} s"]).start()
+            threading.Timer(this.delay_s, cut_off, [""]).start()
 
     with StorageWriter(dist_ckpt_workers=this.workers) as writer:
         save_in(this.mode, writer, PATH, state_of(this.number, NBYTES))
