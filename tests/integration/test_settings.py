@@ -171,6 +171,21 @@ def test_storage_options_without_a_path_are_checked_by_the_save(home: Path) -> N
     assert names_under(home) == set()
 
 
+def test_storage_options_survive_a_reset(home: Path) -> None:
+    """One that has no effect is refused wherever options reach."""
+    with StorageWriter(storage_options={"anon": True}) as writer:
+        for turn in range(3):
+            writer.reset(home / f"{turn}")
+            with pytest.raises(CheckpointException) as caught:
+                state_dict_saver.save(STATE, checkpoint_id=home / f"{turn}", storage_writer=writer)
+            assert "anon" in str(failure_of(caught.value))
+    reader = StorageReader(storage_options={"anon": True})
+    for turn in range(3):
+        reader.reset(home / f"{turn}")
+        with pytest.raises(ConfigError, match="anon"):
+            reader.read_metadata()
+
+
 @pytest.mark.parametrize("opener", [StorageWriter, StorageReader])
 def test_settings_that_cannot_be_honoured(tmp_path: Path, opener: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="did you mean 'dist_ckpt_workers'"):

@@ -55,6 +55,15 @@ def test_configuration_states_every_setting() -> None:
         assert row in page, row
 
 
+def test_every_fault_has_its_tests() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    rows = re.findall(r"^\| [a-z].+ \| .+ \| (tests/.+) \|$", page, re.MULTILINE)
+    assert len(rows) == page.count("\n| ") - 2
+    for guards in rows:
+        for guard in guards.split(", "):
+            assert (ROOT / guard).is_file(), guard
+
+
 def test_every_invariant_has_its_tests() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| (\d+) \| .+ \| (tests/.+) \|$", page, re.MULTILINE)
