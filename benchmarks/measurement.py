@@ -59,12 +59,14 @@ class Outcome:
 def alternate(candidates: Mapping[str, Callable[[], Figures]], repeats: int) -> tuple[Samples, Samples]:
     """Run every candidate once, then all of them in turn `repeats` times; returns first and later samples.
 
-    A machine that is busy for a while is so for all candidates, and ratios of medians keep their meaning.
+    A machine that is busy for a while is so for all candidates, and ratios of medians keep their meaning. Every
+    second turn goes backwards: what one candidate leaves to the disk or to caches is not always the same one's.
     """
     first: Samples = {}
     samples: Samples = {}
     for turn in range(repeats + 1):
-        for name, candidate in candidates.items():
+        order = list(candidates.items())
+        for name, candidate in reversed(order) if turn % 2 else order:
             gc.collect()
             kept = samples if turn else first
             for figure, value in candidate().items():

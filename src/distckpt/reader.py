@@ -12,6 +12,8 @@ import os
 import pickle
 import re
 import uuid
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,16 +29,42 @@ from distckpt.formats import open_format
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import metadata_name
 from distckpt.metadata import unpickle_metadata
-from distckpt.storage import Storage, open_storage
+from distckpt.storage import Storage, open_storage, reopen_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from concurrent.futures import Future as ThreadFuture
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 _LOG = logging.getLogger(__name__)
 _SETTLE_ATTEMPTS = 3
+_MOST_READERS = 4
+_RUN_BYTES = 8 << 20
+"""Small items that lie side by side are read at once, up to so many bytes."""
+_GAP_BYTES = 4096
+_AHEAD_BYTES = 256 << 20
+"""Read, or being read, beside the item that is being loaded."""
 _Path = str | os.PathLike[str]
+
+
+def _runs(infos: list[_StorageInfo]) -> Iterator[list[_StorageInfo]]:
+    """Yield `infos`, which are in order, in groups that one read can get."""
+    run: list[_StorageInfo] = []
+    for info in infos:
+        if run:
+            end = run[-1].offset + run[-1].length
+            fits = info.offset + info.length - run[0].offset <= _RUN_BYTES
+            if (
+                info.relative_path != run[0].relative_path
+                or not 0 <= info.offset - end <= _GAP_BYTES
+                or not fits
+            ):
+                yield run
+                run = []
+        run.append(info)
+    if run:
+        yield run
 
 
 class _DamagedMetadata(Metadata):
@@ -224,31 +252,94 @@ class StorageReader(TorchStorageReader):
             key = (info.relative_path, info.offset)
             requests.setdefault(key, []).append(request)
             places[key] = info
-        for key in sorted(requests):
-            self._read_item(storage, places[key], requests[key], planner)
+        infos = [places[key] for key in sorted(requests)]
+        for key, data in zip(sorted(requests), self._read_ahead(storage, infos, requests), strict=True):
+            self._deliver(places[key], data, requests[key], planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_item(
-        self, storage: Storage, info: _StorageInfo, requests: list[ReadItem], planner: LoadPlanner
+    def _read_ahead(
+        self, storage: Storage, infos: list[_StorageInfo], requests: Mapping[tuple[str, int], list[ReadItem]]
+    ) -> Iterator[bytearray]:
+        """Yield the bytes of items, in order, while threads read and compare those that come next."""
+
+        def read(run: list[_StorageInfo]) -> list[bytearray]:
+            # One thread at a time for each object; opening one asks nothing of the storage.
+            return self._read_run(reopen_storage(storage.spec), run, requests)
+
+        runs = deque(_runs(infos))
+        num_threads = min(_MOST_READERS, len(os.sched_getaffinity(0)), len(runs))
+        if num_threads < 2:
+            for run in runs:
+                yield from read(run)
+            return
+        with ThreadPoolExecutor(num_threads, "distckpt-read") as pool:
+            reading: deque[tuple[int, ThreadFuture[list[bytearray]]]] = deque()
+            ahead_bytes = 0
+            while runs or reading:
+                while runs:
+                    nbytes = sum(info.length for info in runs[0])
+                    if reading and ahead_bytes + nbytes > _AHEAD_BYTES:
+                        break
+                    reading.append((nbytes, pool.submit(read, runs.popleft())))
+                    ahead_bytes += nbytes
+                nbytes, next_read = reading.popleft()
+                try:
+                    yield from next_read.result()
+                except BaseException:
+                    runs.clear()
+                    pool.shutdown(cancel_futures=True)
+                    raise
+                del next_read
+                ahead_bytes -= nbytes
+
+    def _read_run(
+        self,
+        storage: Storage,
+        run: list[_StorageInfo],
+        requests: Mapping[tuple[str, int], list[ReadItem]],
+    ) -> list[bytearray]:
+        """Return the bytes of items that lie one after the other, compared with the commit.
+
+        Raises:
+            CheckpointError: An item was written through an extension.
+            IntegrityError: One is damaged or missing.
+            WriteError: The storage refuses.
+        """
+        file, start, end = run[0].relative_path, run[0].offset, run[-1].offset + run[-1].length
+        whole = storage.read(file, start, end - start)
+        items: list[bytearray] = []
+        for info in run:
+            fqn = requests[file, info.offset][0].storage_index.fqn
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError(
+                    f"{storage.url}/{file}: {fqn!r} was written through the extensions "
+                    f"{info.transform_descriptors}, which are not undone here: use torch's FileSystemReader"
+                )
+            data = whole or bytearray()
+            if len(run) > 1:
+                data = data[info.offset - start : info.offset - start + info.length]
+            if whole is None or len(data) != info.length:
+                raise IntegrityError(
+                    f"{storage.url}/{file}: {fqn!r} at byte {info.offset} has "
+                    f"{len(data)} of {info.length} bytes",
+                    file=file, item=fqn, expected=info.length, found=len(data),
+                )  # fmt: skip
+            if self._integrity is not None:
+                self._integrity.check(file, info.offset, data, fqn)
+            items.append(data)
+        return items
+
+    def _deliver(
+        self, info: _StorageInfo, data: bytearray, requests: list[ReadItem], planner: LoadPlanner
     ) -> None:
+        """Hand the bytes of an item to the planner.
+
+        Raises:
+            CheckpointError: It does not fit the state.
+        """
         fqn = requests[0].storage_index.fqn
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(
-                f"{storage.url}/{info.relative_path}: {fqn!r} was written through the extensions "
-                f"{info.transform_descriptors}, which are not undone here: use torch's FileSystemReader"
-            )
-        data = storage.read(info.relative_path, info.offset, info.length)
-        if data is None or len(data) != info.length:
-            found = 0 if data is None else len(data)
-            raise IntegrityError(
-                f"{storage.url}/{info.relative_path}: {fqn!r} at byte {info.offset} has "
-                f"{found} of {info.length} bytes",
-                file=info.relative_path, item=fqn, expected=info.length, found=found,
-            )  # fmt: skip
-        if self._integrity is not None:
-            self._integrity.check(info.relative_path, info.offset, data, fqn)
         for request in requests:
             if request.type is LoadItemType.BYTE_IO:
                 if self._config.ckpt_weights_only:

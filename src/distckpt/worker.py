@@ -35,6 +35,7 @@ import struct
 import threading
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -47,6 +48,7 @@ from distckpt.storage import ImageFile, Storage, reopen_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
 CHECKSUM_BLOCK_BYTES = 4 << 20
 """Checksums end at every multiple of this in a file, and where an item does."""
@@ -261,6 +263,7 @@ class LaneWriter:
         self._open_storage = open_storage
         self._plans: dict[int, Plan] = {}
         self._current: _Current | None = None
+        self._thread: ThreadPoolExecutor | None = None
         # By index of the file; the one that was written to last is the last.
         self._images: dict[int, ImageFile] = {}
 
@@ -345,11 +348,15 @@ class LaneWriter:
         del self._images[file]
 
     def _write_pieces(self, image: ImageFile, part: Part) -> bytes:
+        """Write a part block by block, each while the checksums of the next are taken."""
         checksums = _Checksums(part.spans)
         offset = part.offset
-        for block in _blocks(part):
-            # Written while the checksums have left the bytes in the processor's cache, as far as it can.
-            with contextlib.ExitStack() as views:
+        # A traceback that somebody holds must not hold the memory behind the buffers.
+        with contextlib.ExitStack() as waiting:
+            writing: Future[None] | None = None
+            for block in _blocks(part):
+                views = contextlib.ExitStack()
+                waiting.callback(views.close)
                 buffers = []
                 for slab, slab_offset, nbytes in block:
                     whole = views.enter_context(
@@ -357,10 +364,29 @@ class LaneWriter:
                     )
                     buffers.append(views.enter_context(whole[slab_offset : slab_offset + nbytes]))
                     checksums.update(buffers[-1])
-                image.write(offset, buffers)
+                if writing is not None:
+                    writing.result()
+                if part.spans and part.nbytes > CHECKSUM_BLOCK_BYTES:
+                    writing = self._behind().submit(image.write, offset, buffers)
+                    # Before the views are closed, whatever happens.
+                    waiting.callback(wait, [writing])
+                else:
+                    image.write(offset, buffers)
                 offset += sum(piece[2] for piece in block)
-                buffers.clear()
+            if writing is not None:
+                writing.result()
         return checksums.packed()
+
+    def _behind(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "distckpt-lane")
+        return self._thread
+
+    def close(self) -> None:
+        """End the thread that writes behind, if there is one; idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
 
 
 class _Current(NamedTuple):
