@@ -59,8 +59,8 @@ class Outcome:
 def alternate(candidates: Mapping[str, Callable[[], Figures]], repeats: int) -> tuple[Samples, Samples]:
     """Run every candidate once, then all of them in turn `repeats` times; returns first and later samples.
 
-    A machine that is busy for a while is so for all candidates, and ratios of medians keep their meaning. Every
-    second turn goes backwards: what one candidate leaves to the disk or to caches is not always the same one's.
+    A machine that is busy for a while is so for all candidates, and ratios of medians keep their meaning.
+    Every second turn goes backwards: what one leaves to disk and caches does not always meet the same one.
     """
     first: Samples = {}
     samples: Samples = {}

@@ -22,7 +22,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 import uuid
 import weakref
 from collections import Counter, deque
@@ -46,7 +45,14 @@ from distckpt.assembly import assemble, entry_of
 from distckpt.commit import Claim, claim, committed_by, failures, publish, reclaim, report_failure
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written, collector_paused
-from distckpt.errors import CheckpointError, CommitError, ConfigError, MissingRanks, StagingError
+from distckpt.errors import (
+    CheckpointError,
+    CommitError,
+    ConfigError,
+    MissingRanks,
+    StagingError,
+    clear_frames,
+)
 from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.formats import Frame
 from distckpt.image import lay_out_image
@@ -102,6 +108,7 @@ class SaveHandle:
         self.prepared_s = 0.0
         self._residence: Residence | None = None
         self._has_arrived = False
+        self._is_asked = False
         self._future: Future[str] = Future()
         self._future.set_running_or_notify_cancel()
 
@@ -131,6 +138,7 @@ class SaveHandle:
             CheckpointError: The save failed.
             TimeoutError: It is still under way.
         """
+        self._is_asked = True
         return self._future.result(timeout)
 
 
@@ -660,9 +668,17 @@ class Checkpointer:
         """Return the checkpointer; it is closed on leaving."""
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        """Close the checkpointer."""
-        self.close()
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        """Close the checkpointer; see `close`.
+
+        Raises:
+            CheckpointError: As `close`, unless something else is raised already.
+        """
+        try:
+            self.close()
+        except CheckpointError:
+            if exc_type is None:
+                raise
 
     def prewarm(self, state: Mapping[str, Any]) -> Future[int]:
         """Plan `state`, and begin to reserve and pin host memory for it.
@@ -876,7 +892,11 @@ class Checkpointer:
                 raise error
 
     def close(self) -> None:
-        """Wait for saves that are under way, end workers and give memory back; idempotent."""
+        """Wait for saves that are under way, end workers and give memory back; idempotent.
+
+        Raises:
+            CheckpointError: A save failed whose result nobody has asked for; all is closed nevertheless.
+        """
         if self._ended or os.getpid() != self._owner_pid:
             return
         self._closed = True
@@ -885,6 +905,10 @@ class Checkpointer:
         self._forget_plan()
         self._engine.close()
         self._ended = True
+        for handle in self._handles:
+            error = None if handle._is_asked else handle._future.exception(0)  # noqa: SLF001 - one room
+            if error is not None:
+                raise error
 
     @property
     def _timeout_s(self) -> float:
@@ -960,28 +984,24 @@ class Checkpointer:
     ) -> None:
         """Write and publish what was staged; in the background."""
         storage: Storage | None = None
-        claims: list[Claim | None] = []
+        claimed: Claim | None = None
         try:
             storage = open_storage(handle.path, self._storage_options)
+            claimed = self._claim(storage, save_id)
             if residence is None:
                 # Other ranks save all that this one has.
-                claims.append(self._claim(storage, save_id))
                 written = Written(lay_out_image([], 1, 1), (), [])
             else:
-                written = self._engine.write_staged(
-                    storage,
-                    save_id,
-                    self._place.rank,
-                    residence,
-                    lambda: claims.append(self._claim(storage, save_id)),
-                )
+                written = self._engine.write_staged(storage, save_id, self._place.rank, residence)
             # Before the residence is let go: there is no instant at which it is not staged.
             handle._has_arrived = True  # noqa: SLF001 - one room
             if late is not None:
                 late.check()
-            self._publish(handle, planned, storage, written, save_id, claims[0])
+            self._publish(handle, planned, storage, written, claimed)
         except BaseException as failure:  # noqa: BLE001 - the top frame of a thread: the handle raises it
-            error = failure if storage is None else Claim(save_id, None, ()).explain(storage, failure)
+            error = failure
+            if storage is not None and claimed is not None:
+                error = claimed.explain(storage, failure)
             handle._residence = None  # noqa: SLF001 - one room
             if residence is not None:
                 _await_arrival(residence)
@@ -997,7 +1017,11 @@ class Checkpointer:
         self._complete(handle, save_id)
 
     def _write_through(self, handle: SaveHandle, planned: _Planned, view: View, save_id: str) -> None:
-        """Write and publish a state that the budget does not hold, on the caller's thread."""
+        """Write and publish a state that the budget does not hold, on the caller's thread.
+
+        Raises:
+            CheckpointError: It failed.
+        """
         if not self._warned_over_budget:
             self._warned_over_budget = True
             _LOG.warning(
@@ -1011,13 +1035,26 @@ class Checkpointer:
                 earlier._future.exception()  # noqa: SLF001 - one room
         storage = open_storage(handle.path, self._storage_options)
         claimed = self._claim(storage, save_id)
-        written = planned.write_through(storage, save_id, view)
-        self._publish(handle, planned, storage, written, save_id, claimed)
+        try:
+            written = planned.write_through(storage, save_id, view)
+            self._publish(handle, planned, storage, written, claimed)
+        except CheckpointError as failure:
+            error = claimed.explain(storage, failure)
+            if error is failure:
+                raise
+            raise error from failure
         self._complete(handle, save_id)
 
-    def _claim(self, storage: Storage, save_id: str) -> Claim | None:
+    def _claim(self, storage: Storage, save_id: str) -> Claim:
+        """Claim the directory, or wait until the coordinator has: before that, no rank writes there."""
         storage.prepare()
-        return claim(storage, save_id) if self._place.is_coordinator else None
+        if self._place.is_coordinator:
+            return claim(storage, save_id)
+        claimed = Claim(save_id, None, ())
+        for _ in self._polls(storage, save_id, lambda: [0]):
+            if claimed.is_owner(storage):
+                break
+        return claimed
 
     def _publish(
         self,
@@ -1025,12 +1062,12 @@ class Checkpointer:
         planned: _Planned,
         storage: Storage,
         written: Written,
-        save_id: str,
-        claimed: Claim | None,
+        claimed: Claim,
     ) -> None:
+        save_id = claimed.save_id
         ref = write_manifest(storage, planned.manifest(save_id, written))
-        if claimed is None:
-            self._await_commit(storage, save_id)
+        if not self._place.is_coordinator:
+            self._await_commit(storage, claimed)
             self._learn(planned, storage, save_id)
             return
         manifests = self._await_manifests(storage, save_id, claimed) if self._place.world > 1 else []
@@ -1044,18 +1081,24 @@ class Checkpointer:
         unfinished = [handle for handle in self._handles if not handle._future.done()]  # noqa: SLF001
         under_way = {handle.step for handle in unfinished}
         self._settled.add(committed)
+        idle_s = _IDLE_TIMEOUTS * self._timeout_s
         try:
-            for step in self._directories():
-                if step >= committed or step in under_way or step in self._settled:
-                    continue
+            steps = self._directories()
+        except CheckpointError as error:
+            # What was committed is, whatever becomes of this.
+            _LOG.warning("what is left of earlier steps stays: %s", error)
+            return
+        for step in steps:
+            if step >= committed or step in under_way or step in self._settled:
+                continue
+            try:
                 if self._is_complete(step):
                     self._settled.add(step)
                 else:
                     storage = open_storage(self._path(step), self._storage_options)
-                    reclaim(storage, save_id, failed=self._failed, idle_s=_IDLE_TIMEOUTS * self._timeout_s)
-        except CheckpointError as error:
-            # What was committed is, whatever becomes of this.
-            _LOG.warning("what is left of earlier steps stays: %s", error)
+                    reclaim(storage, save_id, failed=self._failed, idle_s=idle_s)
+            except CheckpointError as error:
+                _LOG.warning("what is left of step %d stays: %s", step, error)
 
     def _await_manifests(self, storage: Storage, save_id: str, claimed: Claim) -> list[PartialManifest]:
         """Return the manifests of all ranks, once they are there.
@@ -1075,17 +1118,13 @@ class Checkpointer:
             claimed.check(storage)
         return [found[rank] for rank in range(self._place.world)]
 
-    def _await_commit(self, storage: Storage, save_id: str) -> None:
+    def _await_commit(self, storage: Storage, claimed: Claim) -> None:
         """Wait until the coordinator has published the save; raises as `_await_manifests`."""
-        claimed = Claim(save_id, None, ())
-        has_claim = False
-        for _ in self._polls(storage, save_id, lambda: [0]):
-            if committed_by(storage) == save_id:
+        for _ in self._polls(storage, claimed.save_id, lambda: [0]):
+            if committed_by(storage) == claimed.save_id:
                 break
-            if has_claim:
-                # Overtaken, or replaced as soon as it was committed.
-                claimed.check(storage)
-            has_claim = has_claim or claimed.is_owner(storage)
+            # Overtaken, or replaced as soon as it was committed.
+            claimed.check(storage)
 
     def _polls(self, storage: Storage, save_id: str, missing: Callable[[], list[int]]) -> Iterator[None]:
         """Yield less and less often, until the deadline or until another rank says that it has failed.
@@ -1160,7 +1199,7 @@ class Checkpointer:
             error.rank = self._place.rank
         _LOG.error("the save of step %d failed: %s", handle.step, f"{type(error).__name__}: {error}")
         note_failure()
-        traceback.clear_frames(error.__traceback__)
+        clear_frames(error)
         if not isinstance(error, CheckpointError):
             told = CheckpointError(f"{type(error).__name__}: {error}")
             told.__cause__ = error

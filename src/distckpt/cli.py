@@ -288,9 +288,11 @@ def _draw_reports(console: Console, reports: list[Report]) -> None:
 
 def _ls(options: argparse.Namespace) -> int:
     summaries = [summary for _, summary in _checkpoints(options.path)]
-    status = _worst(WELL if each.status == "complete" else _STATUS_OF[each.status] for each in summaries)
-    if any(each.status == "complete" for each in summaries) and status == NOTHING:
-        status = WELL
+    # A root of which some step was never completed is well all the same, as long as others are.
+    some_well = any(each.status == "complete" for each in summaries)
+    status = _worst(
+        WELL if each.status == "partial" and some_well else _STATUS_OF[each.status] for each in summaries
+    )
     if options.json:
         _print_json("ls", options.path, status, [asdict(summary) for summary in summaries])
     elif console := _console():
@@ -387,21 +389,25 @@ def _sweep_one(
     save_id = f"sweep-{uuid.uuid4().hex}"
     if summary.status == "unverifiable":
         return [], summary.message or "written by another tool: nobody knows which files are its", NOTHING
-    if summary.status == "partial":
-        if not options.partial:
-            return [], "never completed, and perhaps under way: --partial removes it", WELL
-        if options.dry_run:
-            return [storage.url], None, WELL
-        if commit.reclaim(storage, save_id, idle_s=_IDLE_S):
-            return [storage.url], None, WELL
-        return [], "not removed: a save is or may be under way, or other files lie there", WELL
     try:
+        if summary.status == "partial":
+            if not options.partial:
+                return [], "never completed, and perhaps under way: --partial removes it", WELL
+            if options.dry_run:
+                return [storage.url], None, WELL
+            if commit.reclaim(storage, save_id, idle_s=_IDLE_S):
+                return [storage.url], None, WELL
+            return [], "not removed: a save is or may be under way, or other files lie there", WELL
         # A sweep revokes the claim of a save that is under way: not for nothing.
         names = commit.leftovers(storage)
         if names and not options.dry_run:
-            names = commit.sweep(storage, save_id)
+            removed = commit.sweep(storage, save_id)
+            if len(removed) < len(names):
+                return removed, f"{len(names) - len(removed)} files could not be removed", REFUSED
     except IntegrityError as error:
         return [], str(error), DAMAGE
+    except CheckpointError as error:
+        return [], str(error), REFUSED
     return names, None, WELL
 
 

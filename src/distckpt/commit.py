@@ -173,9 +173,21 @@ class Claim:
             )
 
     def is_owner(self, storage: Storage) -> bool:
-        """Say whether this is the claim that stands; raises as `check`."""
-        data = storage.read(OWNER)
-        return data is not None and unseal(storage, OWNER, data).get("save_id") == self.save_id
+        """Say whether this is the claim that stands.
+
+        Raises:
+            IntegrityError: The owner record is damaged.
+            WriteError: The storage refuses.
+        """
+        for attempt in range(_SETTLE_ATTEMPTS):
+            try:
+                data = storage.read(OWNER)
+                return data is not None and unseal(storage, OWNER, data).get("save_id") == self.save_id
+            except WriteError as error:
+                # NFS: another host replaced the file after it was opened here.
+                if error.errno != errno.ESTALE or attempt + 1 == _SETTLE_ATTEMPTS:
+                    raise
+        return False
 
 
 def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
@@ -288,11 +300,15 @@ def reclaim(storage: Storage, save_id: str, *, failed: Collection[str] = (), idl
     """
     if _has_metadata(storage) or not _is_over(storage, failed, idle_s):
         return False
-    found = claim(storage, save_id).found
-    # Whoever was about to publish has done so by now, or never will.
-    if _has_metadata(storage):
+    claimed = claim(storage, save_id)
+    # Whoever claimed before and was about to publish has done so by now, or never will; who claims from now
+    # on has written nothing yet, and so nothing of it was found.
+    if _has_metadata(storage) or not claimed.is_owner(storage):
         return False
-    _remove(storage, [*found, OWNER, FOLDER], "was never completed")
+    _remove(storage, claimed.found, "was never completed")
+    if not claimed.is_owner(storage):
+        return False
+    _remove(storage, [OWNER, FOLDER], "was never completed")
     return storage.remove_directory()
 
 
@@ -319,7 +335,9 @@ def _is_over(storage: Storage, failed: Collection[str], idle_s: float) -> bool:
 def _host() -> str:
     """Return what tells processes apart that see each other's ids from those that do not."""
     try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
 
@@ -344,24 +362,29 @@ def sweep(storage: Storage, save_id: str) -> list[str]:
         save_id: On whose behalf; no save ever had it.
 
     Returns:
-        What was to be removed; what could not be is said in the log.
+        What was removed; what could not be is said in the log.
 
     Raises:
-        CheckpointError: The checkpoint there is damaged, or of another version: nothing was removed.
+        CheckpointError: The checkpoint there is damaged, or of another version, or a save has claimed the
+            directory meanwhile: nothing was removed.
         WriteError: The storage refuses.
     """
-    found = _unnamed(storage, claim(storage, save_id).found)
-    _remove(storage, found, "is swept")
-    return found
+    claimed = claim(storage, save_id)
+    found = _unnamed(storage, claimed.found)
+    # Nothing of a save that claims after this was found: no save writes before its claim.
+    claimed.check(storage)
+    return _remove(storage, found, "is swept")
 
 
 def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
     keep = {OWNER}
-    names = filter(METADATA_NAME.fullmatch, storage.list())
-    for name in names:
+    # What lies there in place of a file, such as a link, is not listed.
+    for name in sorted({METADATA, *filter(METADATA_NAME.fullmatch, storage.list())}):
         keep.add(name)
         data = storage.read(name)
-        record = None if data is None else find_record(storage, bytes(data), name)
+        if data is None:
+            continue
+        record = find_record(storage, bytes(data), name)
         if record is None:
             # Of another tool: nobody knows which files are its.
             return []
@@ -374,7 +397,8 @@ def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
 
 
 def _has_metadata(storage: Storage) -> bool:
-    return any(map(METADATA_NAME.fullmatch, storage.list()))
+    is_listed = any(map(METADATA_NAME.fullmatch, storage.list()))
+    return is_listed or storage.read(METADATA, nbytes=0) is not None
 
 
 def _find(storage: Storage, rank: int | None = None) -> list[str]:
@@ -385,6 +409,8 @@ def _find(storage: Storage, rank: int | None = None) -> list[str]:
         ours = next(filter(None, (pattern.fullmatch(name) for pattern in patterns)), None)
         if ours is not None and (rank is None or ours[1] == str(rank)):
             found.append(name)
+    # Metadata first: what has none any more is not taken for a checkpoint that lost its files.
+    found.sort(key=lambda name: METADATA_NAME.fullmatch(name) is None)
     return found + _find_records(storage, rank)
 
 
@@ -412,12 +438,14 @@ def _belongs_to(storage: Storage, name: str, rank: int) -> bool:
     return record is not None and f'"metadata":"{metadata_name(rank)}"'.encode() in record
 
 
-def _remove(storage: Storage, names: Iterable[str], what: str) -> None:
-    """Remove `names`; a failure costs disk space and is said."""
+def _remove(storage: Storage, names: Iterable[str], what: str) -> list[str]:
+    """Remove `names`, and return those that are gone; a failure costs disk space and is said."""
     refused: list[WriteError] = []
+    removed: list[str] = []
     for name in names:
         try:
             storage.delete(name)
+            removed.append(name)
         except WriteError as error:
             # A folder in which somebody left something since: the next save sees it.
             if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
@@ -430,3 +458,4 @@ def _remove(storage: Storage, names: Iterable[str], what: str) -> None:
             len(refused),
             refused[0],
         )
+    return removed

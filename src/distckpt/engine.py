@@ -553,7 +553,6 @@ class Engine:
         save_id: str,
         rank: int,
         residence: Residence,
-        meanwhile: Callable[[], object] = lambda: None,
     ) -> Written:
         """Write what was staged in `residence`, once for each staging, successful or not; see `write`.
 
@@ -562,13 +561,12 @@ class Engine:
             save_id: As for `write`.
             rank: As for `write`.
             residence: Holds it.
-            meanwhile: Called once the lanes are at work; what it raises fails the save.
 
         Returns:
             What was written.
         """
         with self._turn(storage, rank):
-            return _Run(self, storage, save_id, rank, residence.image, residence, meanwhile).run()
+            return _Run(self, storage, save_id, rank, residence.image, residence).run()
 
     def drop(self, residence: Residence) -> None:
         """Give up `residence`, which no save uses any more."""
@@ -837,7 +835,6 @@ class _Run:
         rank: int,
         image: Image,
         memory: Residence | _Waves,
-        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine = engine
         self._lanes = engine.lanes
@@ -846,7 +843,6 @@ class _Run:
         self._rank = rank
         self._image = image
         self._memory = memory
-        self._meanwhile = meanwhile
         self._deadline = engine.deadline
         self._names: tuple[str, ...] = ()
 
@@ -891,7 +887,6 @@ class _Run:
             if is_complete and not pushed_all:
                 pushed_all = True
                 self._lanes.finish()
-                self._meanwhile()
             patience = 0.0 if numbers else _WAIT_FOR_LANE_S if pushed_all else _WAIT_FOR_SLOT_S
             is_over = self._lanes.poll(patience)
             memory.has_arrived()

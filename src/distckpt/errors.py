@@ -22,6 +22,8 @@ Torch-free.
 
 from __future__ import annotations
 
+import traceback
+
 __all__ = [
     "CheckpointError",
     "CommitError",
@@ -174,3 +176,15 @@ class IntegrityError(CheckpointError):
 
 class DistckptWarning(UserWarning):
     """A setting works, but costs something that is easy to overlook."""
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop what the frames hold that `error`, and what it comes from, went through: states among it."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]

@@ -11,7 +11,7 @@ import copyreg
 import io
 import pickle
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from distckpt.engine import Engine, Written
 
+_NOT_THERE = object()
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _FREE_GLOBALS = {
@@ -217,6 +218,25 @@ def pickle_metadata(metadata: Metadata, dtypes: dict[str, torch.dtype]) -> bytes
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds what a Metadata consists of, and nothing else."""
 
+    def __init__(self, data: IO[bytes]) -> None:
+        super().__init__(data)
+        self._given: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def restore(self) -> bool:
+        """Undo what the pickle has set on classes, as its opcode BUILD can; returns whether it had."""
+        has_changed = False
+        for given, before in self._given.values():
+            now = dict(vars(given))
+            for name in now.keys() | before.keys():
+                if now.get(name, _NOT_THERE) is before.get(name, _NOT_THERE):
+                    continue
+                has_changed = True
+                if name in before:
+                    setattr(given, name, before[name])
+                else:
+                    delattr(given, name)
+        return has_changed
+
     def find_class(self, module: str, name: str) -> Any:
         found = None
         if (module, name) in _FREE_GLOBALS:
@@ -232,6 +252,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             found = kind if is_own else None
         if found is None:
             raise _ForeignGlobal(f"{module}.{name}")
+        if hasattr(found, "__dict__"):
+            self._given.setdefault(id(found), (found, dict(vars(found))))
         return found
 
 
@@ -251,9 +273,18 @@ def unpickle_metadata(data: bytes, where: str, *, weights_only: bool = True) -> 
         CheckpointError: It names something else, and `weights_only` is set.
         IntegrityError: It cannot be read; `file` is filled.
     """
+    unpickler = _MetadataUnpickler(io.BytesIO(data))
     try:
-        kind = _MetadataUnpickler if weights_only else pickle.Unpickler
-        metadata = kind(io.BytesIO(data)).load()
+        if weights_only:
+            try:
+                metadata = unpickler.load()
+            finally:
+                if unpickler.restore():
+                    raise IntegrityError(f"{where} tries to change classes of torch", file=where)
+        else:
+            metadata = pickle.loads(data)
+    except IntegrityError:
+        raise
     except _ForeignGlobal as error:
         raise CheckpointError(
             f"{where} names {error}, which is no part of torch's Metadata: unpickling it can run code; "

@@ -32,7 +32,7 @@ from distckpt.metadata import unpickle_metadata
 from distckpt.storage import Storage, open_storage, reopen_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
     from concurrent.futures import Future as ThreadFuture
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -46,6 +46,13 @@ _GAP_BYTES = 4096
 _AHEAD_BYTES = 256 << 20
 """Read, or being read, beside the item that is being loaded."""
 _Path = str | os.PathLike[str]
+
+
+def _handing_over(items: list[bytearray]) -> Iterator[bytearray]:
+    """Yield `items` in order, and keep none that was yielded."""
+    items.reverse()
+    while items:
+        yield items.pop()
 
 
 def _runs(infos: list[_StorageInfo]) -> Iterator[list[_StorageInfo]]:
@@ -253,15 +260,17 @@ class StorageReader(TorchStorageReader):
             requests.setdefault(key, []).append(request)
             places[key] = info
         infos = [places[key] for key in sorted(requests)]
-        for key, data in zip(sorted(requests), self._read_ahead(storage, infos, requests), strict=True):
-            self._deliver(places[key], data, requests[key], planner)
+        with contextlib.closing(self._read_ahead(storage, infos, requests)) as items:
+            for key in sorted(requests):
+                # Named by nobody here: the item before would stay in memory beside the next.
+                self._deliver(places[key], next(items), requests[key], planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _read_ahead(
         self, storage: Storage, infos: list[_StorageInfo], requests: Mapping[tuple[str, int], list[ReadItem]]
-    ) -> Iterator[bytearray]:
+    ) -> Generator[bytearray, None, None]:
         """Yield the bytes of items, in order, while threads read and compare those that come next."""
 
         def read(run: list[_StorageInfo]) -> list[bytearray]:
@@ -272,7 +281,7 @@ class StorageReader(TorchStorageReader):
         num_threads = min(_MOST_READERS, len(os.sched_getaffinity(0)), len(runs))
         if num_threads < 2:
             for run in runs:
-                yield from read(run)
+                yield from _handing_over(read(run))
             return
         with ThreadPoolExecutor(num_threads, "distckpt-read") as pool:
             reading: deque[tuple[int, ThreadFuture[list[bytearray]]]] = deque()
@@ -286,12 +295,13 @@ class StorageReader(TorchStorageReader):
                     ahead_bytes += nbytes
                 nbytes, next_read = reading.popleft()
                 try:
-                    yield from next_read.result()
+                    items = next_read.result()
+                    del next_read
+                    yield from _handing_over(items)
                 except BaseException:
                     runs.clear()
                     pool.shutdown(cancel_futures=True)
                     raise
-                del next_read
                 ahead_bytes -= nbytes
 
     def _read_run(
@@ -382,8 +392,8 @@ class StorageReader(TorchStorageReader):
             yield
         except pickle.UnpicklingError as error:
             # torch's own text is a page long; what it refuses is named in one of its lines.
-            names = re.search(r"GLOBAL (\S+)", str(error))
-            what = f"names {names[1]}" if names else "is more than tensors and plain values"
+            names = re.search(r"GLOBAL (\S+)|(<class '[^']+'>)", str(error))
+            what = f"names {names[1] or names[2]}" if names else "is more than tensors and plain values"
             raise CheckpointError(
                 f"{where} {what}, and loading it can run code: torch.serialization.add_safe_globals admits "
                 f"it, and ckpt_weights_only=False everything, for a checkpoint that you trust"

@@ -366,21 +366,28 @@ class LaneWriter:
                     checksums.update(buffers[-1])
                 if writing is not None:
                     writing.result()
-                if part.spans and part.nbytes > CHECKSUM_BLOCK_BYTES:
-                    writing = self._behind().submit(image.write, offset, buffers)
+                behind = part.spans and part.nbytes > CHECKSUM_BLOCK_BYTES
+                writing = self._write_behind(image, offset, buffers) if behind else None
+                if writing is None:
+                    image.write(offset, buffers)
+                else:
                     # Before the views are closed, whatever happens.
                     waiting.callback(wait, [writing])
-                else:
-                    image.write(offset, buffers)
                 offset += sum(piece[2] for piece in block)
             if writing is not None:
                 writing.result()
         return checksums.packed()
 
-    def _behind(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "distckpt-lane")
-        return self._thread
+    def _write_behind(
+        self, image: ImageFile, offset: int, buffers: Sequence[memoryview]
+    ) -> Future[None] | None:
+        """Begin to write in another thread; None where none can be had, as when the interpreter ends."""
+        try:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "distckpt-lane")
+            return self._thread.submit(image.write, offset, buffers)
+        except RuntimeError:
+            return None
 
     def close(self) -> None:
         """End the thread that writes behind, if there is one; idempotent."""

@@ -17,7 +17,6 @@ import os
 import pickle
 import threading
 import time
-import traceback
 import uuid
 import warnings
 import weakref
@@ -41,7 +40,14 @@ from distckpt.commit import Claim, claim, publish, refuse_part
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
 from distckpt.engine import Engine, collector_paused
-from distckpt.errors import CheckpointError, CommitError, ConfigError, DistckptWarning, StagingError
+from distckpt.errors import (
+    CheckpointError,
+    CommitError,
+    ConfigError,
+    DistckptWarning,
+    StagingError,
+    clear_frames,
+)
 from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.manifest import ManifestRef, write_manifest
 from distckpt.metadata import DCP_VERSION, manifest_of, merge_results, pickle_metadata, resolve_items
@@ -505,6 +511,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             error = failure
             if save.claimed is not None and save.storage is not None:
                 error = save.claimed.explain(save.storage, failure)
+                if error is not failure:
+                    error.__cause__ = failure
             if isinstance(error, CheckpointError) and error.rank is None:
                 error.rank = save.participant.rank
             # As text: a handler that keeps records would keep the traceback, and so the staged state.
@@ -513,7 +521,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             note_failure()
             self._end_staged_save()
             # The names in frames that have ended would hold staged tensors for as long as the error is kept.
-            traceback.clear_frames(error.__traceback__)
+            clear_frames(error)
             if _travels(error):
                 if error is failure:
                     raise

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from distckpt import StorageWriter
+from distckpt import Checkpointer, StorageWriter
 from faults.checkpoints import (
     MIB,
     assert_is_clean,
@@ -32,7 +32,8 @@ from faults.checkpoints import (
 )
 from faults.programs import Done, Programs
 
-STATE = state_of(1)
+STATE = state_of(1, 24 * MIB)
+"""In parts of several blocks."""
 
 
 class _LatePlanner(DefaultSavePlanner):
@@ -60,6 +61,24 @@ def leave_with_a_save_in_flight(path: str, workers: int, way: str, fault: str) -
     threading._register_atexit(_LatePlanner.left.set)  # type: ignore[attr-defined]
     if way == "sys.exit(0)":
         sys.exit(0)
+
+
+def leave_with_saves_in_flight(path: str, workers: int) -> None:
+    checkpointer = Checkpointer(path, async_save=True, dist_ckpt_workers=workers)
+    for step in range(3):
+        checkpointer.save(step, state_of(step, 24 * MIB))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_saves_that_wait_for_their_turn_are_finished_at_exit(
+    programs: Programs, tmp_path: Path, workers: int
+) -> None:
+    done = programs.run(leave_with_saves_in_flight, str(tmp_path), workers)
+    assert done.status == 0, done
+    for step in range(3):
+        state = state_of(step, 24 * MIB)
+        assert same(load(tmp_path / f"step-{step:08}", state), state)
 
 
 def check_exit_functions(done: Done) -> None:

@@ -153,7 +153,9 @@ def refuse_every_call(
             if error is None:
                 assert is_new, f"reported success, and holds the old one: {hit}"
                 is_sweep = op in {"unlink", "rmdir"} or hit.path == str(path.parent)
-                assert op in OPTIONAL or is_sweep, f"passed over: {hit}"
+                # A file that was replaced on another host is opened again.
+                is_read_again = number == errno.ESTALE and str(hit.path).endswith("/owner")
+                assert op in OPTIONAL or is_sweep or is_read_again, f"passed over: {hit}"
             else:
                 check_error(error, number, path)
                 if not goes_on:

@@ -892,10 +892,12 @@ def test_close_waits_for_saves_that_are_under_way(tmp_path: Path, workers: int) 
         assert_same(read_with_torch(path_of(tmp_path, step)), {"t": torch.full((MIB,), float(step))})
 
 
-def test_a_checkpointer_that_failed_is_closed_without_a_word(tmp_path: Path, workers: int) -> None:
+def test_a_checkpointer_that_failed_is_closed_all_the_same(tmp_path: Path, workers: int) -> None:
     path_of(tmp_path, 0).touch()
-    with Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers) as checkpointer:
-        handle = checkpointer.save(0, {"t": torch.zeros(MIB)})
+    checkpointer = Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers)
+    handle = checkpointer.save(0, {"t": torch.zeros(MIB)})
+    with pytest.raises(WriteError):
+        checkpointer.close()
     with pytest.raises(WriteError):
         handle.result(0)
 
@@ -1008,6 +1010,8 @@ def test_no_tensor_is_kept_alive_by_a_failure(tmp_path: Path, caplog: pytest.Log
         gc.collect()
         assert isinstance(error, WriteError)
         assert not alive()
+        with pytest.raises(WriteError):
+            handle.result()
 
 
 def test_no_tensor_is_kept_alive_after_it_was_written_through(tmp_path: Path) -> None:
@@ -1096,3 +1100,24 @@ def test_a_later_process_goes_on(tmp_path: Path) -> None:
             checkpointer.wait()
             path_of(tmp_path, 100).rename(tmp_path / f"moved {turn}")
         assert_same(read_with_torch(tmp_path / f"moved {turn}"), {"t": torch.full((3,), float(turn))})
+
+
+def test_a_failure_that_nobody_asked_for_is_raised_by_close(tmp_path: Path) -> None:
+    state = {"t": torch.zeros(3)}
+    (tmp_path / "step-00000001").touch()
+    checkpointer = Checkpointer(tmp_path, async_save=True)
+    checkpointer.save(1, state)
+    with pytest.raises(WriteError):
+        checkpointer.close()
+    checkpointer.close()
+    with pytest.raises(WriteError), Checkpointer(tmp_path, async_save=True) as checkpointer:
+        checkpointer.save(1, state)
+    checkpointer = Checkpointer(tmp_path, async_save=True)
+    checkpointer.save(1, state)
+    checkpointer.__exit__(KeyError, KeyError(), None)
+    with Checkpointer(tmp_path, async_save=True) as checkpointer:
+        handle = checkpointer.save(1, state)
+        with pytest.raises(WriteError):
+            handle.result(WAIT_S)
+        checkpointer.save(2, state)
+    assert handle.committed is False

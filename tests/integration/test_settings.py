@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from distckpt import CheckpointConfig, ConfigError, IntegrityError, StorageReader, StorageWriter, observe
 from distckpt.manifest import TRAILER
@@ -402,6 +403,18 @@ def test_a_metadata_that_runs_code_is_refused(checkpoint: Path, tmp_path: Path, 
         with pytest.raises(CheckpointException, match="not Metadata"):
             read(StorageReader(checkpoint, ckpt_weights_only=False))
         assert ran.exists()
+
+
+def test_a_metadata_that_changes_classes_is_refused(checkpoint: Path) -> None:
+    module = b"torch.distributed.checkpoint.metadata"
+    # BUILD with a state for slots sets attributes of whatever is on the stack.
+    trap = b"\x80\x04c" + module + b"\nMetadataIndex\nN}\x8c\x08__hash__Ns\x8c\x05extraNs\x86b0"
+    (checkpoint / ".metadata").write_bytes(trap + pickle.dumps(Metadata({}), 4)[2:])
+    before = dict(vars(MetadataIndex))
+    with pytest.raises(CheckpointException, match="tries to change classes"):
+        read(StorageReader(checkpoint))
+    assert dict(vars(MetadataIndex)) == before
+    assert hash(MetadataIndex("a")) == hash(MetadataIndex("a"))
 
 
 def test_an_object_that_runs_code_is_refused(tmp_path: Path) -> None:

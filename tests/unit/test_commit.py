@@ -839,3 +839,57 @@ def test_links_are_not_followed_to_write_or_remove(storage: Storage, tmp_path: P
         inside.create_image("__0_0.distcp")
     save(inside, "0b")
     assert {path.read_text() for path in elsewhere.iterdir()} == {"precious"}
+
+
+def test_metadata_behind_a_link_are_metadata(storage: Storage, tmp_path: Path) -> None:
+    save(storage, "0a")
+    (tmp_path / METADATA).rename(tmp_path / "moved")
+    (tmp_path / METADATA).symlink_to("moved")
+    before = names(tmp_path)
+    assert leftovers(storage) == []
+    assert sweep(storage, "0b") == []
+    assert not reclaim(storage, "0b", failed={"0a"}, idle_s=0)
+    assert names(tmp_path) == before
+
+
+def test_a_sweep_that_is_slow_removes_nothing_of_a_later_save(storage: Storage) -> None:
+    save(storage, "0a")
+    slow = InterposedStorage(storage, "list", lambda: save(storage, "0c"))
+    with pytest.raises(CommitError, match="0c"):
+        sweep(slow, "0b")
+    assert committed_by(storage) == "0c"
+    assert leftovers(storage) == []
+
+
+@pytest.mark.parametrize("doing", ["list", "delete"])
+def test_a_slow_removal_of_a_directory_harms_no_later_save(storage: Storage, doing: str) -> None:
+    claim(storage, "0a")
+    write_rank(storage, "0a", 0, b"data")
+    slow = InterposedStorage(storage, "nothing", lambda: save(storage, "0c"))
+    calls: list[str] = []
+
+    def step(what: str) -> None:
+        # Not before its own claim.
+        calls.append(what)
+        if what.startswith(doing) and any(call.startswith("revoke") for call in calls) and not slow.is_over:
+            slow.is_over = True
+            slow.then()
+
+    slow.step = step  # type: ignore[method-assign]
+    assert not reclaim(slow, "0b", failed={"0a"}, idle_s=60)
+    assert slow.is_over
+    assert committed_by(storage) == "0c"
+    metadata = storage.read(METADATA)
+    assert metadata is not None
+    integrity = load_integrity(storage, bytes(metadata))
+    assert integrity is not None
+    assert {name for name, _ in integrity._items} <= storage.list().keys()
+
+
+def test_a_crash_in_the_sweep_of_parts_leaves_no_part_without_files(storage: Storage) -> None:
+    for rank in (0, 1):
+        claimed = claim(storage, "0a", rank)
+        publish(storage, b"part", claimed, [write_rank(storage, "0a", rank, b"data")])
+    found = claim(storage, "0b").found
+    images = [found.index(name) for name in found if ".distcp" in name]
+    assert max(found.index(f"__{rank}{METADATA}") for rank in (0, 1)) < min(images)
