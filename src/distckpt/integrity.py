@@ -72,6 +72,8 @@ def find_record(storage: Storage, metadata: bytes, name: str = METADATA) -> Reco
                 file=name, expected=expected,
             )  # fmt: skip
         _check_foreign(storage, metadata, name)
+    elif record.fields.get("metadata") != name:
+        raise IntegrityError(f"{storage.url}/{name} holds what was committed as another file", file=name)
     return record
 
 

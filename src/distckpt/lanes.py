@@ -211,7 +211,6 @@ class InlineLane:
         """See `Lanes.close`."""
         self._closed = True
         self._give_up()
-        self._writer.close()
 
     def _give_up(self) -> None:
         self._writer.abort()

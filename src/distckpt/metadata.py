@@ -8,9 +8,11 @@ Invariants:
 from __future__ import annotations
 
 import copyreg
+import enum
 import io
 import pickle
 from dataclasses import replace
+from pathlib import PurePath
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +33,15 @@ from distckpt.manifest import ItemTable, Manifest, plan_digest
 from distckpt.staging import Item, StagingFailure, is_raw
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.checkpoint.storage import WriteResult
 
     from distckpt.engine import Engine, Written
 
 _NOT_THERE = object()
+_HIDDEN = ("__bases__", "__name__", "__qualname__")
+"""Attributes of classes that `vars` does not show."""
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _FREE_GLOBALS = {
@@ -220,15 +226,18 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def __init__(self, data: IO[bytes]) -> None:
         super().__init__(data)
+        # By their ids: what a pickle could set attributes of, and what these are.
         self._given: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def restore(self) -> bool:
         """Undo what the pickle has set on classes, as its opcode BUILD can; returns whether it had."""
         has_changed = False
         for given, before in self._given.values():
-            now = dict(vars(given))
+            now = _attributes(given)
             for name in now.keys() | before.keys():
-                if now.get(name, _NOT_THERE) is before.get(name, _NOT_THERE):
+                one, other = now.get(name, _NOT_THERE), before.get(name, _NOT_THERE)
+                # Those of a class written in C are made anew each time.
+                if one is other or (name in _HIDDEN and one == other):
                     continue
                 has_changed = True
                 if name in before:
@@ -252,9 +261,28 @@ class _MetadataUnpickler(pickle.Unpickler):
             found = kind if is_own else None
         if found is None:
             raise _ForeignGlobal(f"{module}.{name}")
-        if hasattr(found, "__dict__"):
-            self._given.setdefault(id(found), (found, dict(vars(found))))
+        if not isinstance(found, type):
+            return _nameless(found) if callable(found) else found
+        if issubclass(found, PurePath):
+            return _nameless(found)
+        members = list(found) if issubclass(found, enum.Enum) else []
+        for one in (found, *members):
+            self._given.setdefault(id(one), (one, _attributes(one)))
         return found
+
+
+def _attributes(one: Any) -> dict[str, Any]:
+    attributes = dict(vars(one)) if hasattr(one, "__dict__") else {}
+    return attributes | {name: getattr(one, name) for name in _HIDDEN if isinstance(one, type)}
+
+
+def _nameless(called: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what does the same, and may be changed without harm."""
+
+    def call(*arguments: Any) -> Any:
+        return called(*arguments)
+
+    return call
 
 
 class _ForeignGlobal(Exception):

@@ -521,7 +521,9 @@ def _check_size(storage: Storage, listing: _Listing, file: _File) -> Iterator[Fi
         if probe is None:
             yield from file.findings("missing", 0, file.nbytes, f"{where} is missing")
             return
-        # That it is shorter shows when it is read.
+        if len(probe) < min(1, file.nbytes):
+            yield from file.findings("size", 0, file.nbytes, f"{where} is shorter than {file.nbytes} bytes")
+            return
         size = file.nbytes + (len(probe) > min(1, file.nbytes))
     where = f"{storage.url}/{file.name} holds {size} bytes, not {file.nbytes}"
     if size < file.nbytes:

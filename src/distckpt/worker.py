@@ -322,6 +322,9 @@ class LaneWriter:
 
     def abort(self) -> None:
         """End the save as it is; what it wrote stays where it is. Idempotent, never raises."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
         for image in self._images.values():
             image.close()
         self._images.clear()
@@ -388,12 +391,6 @@ class LaneWriter:
             return self._thread.submit(image.write, offset, buffers)
         except RuntimeError:
             return None
-
-    def close(self) -> None:
-        """End the thread that writes behind, if there is one; idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown()
 
 
 class _Current(NamedTuple):

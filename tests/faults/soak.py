@@ -41,7 +41,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt import Checkpointer, StorageReader, StorageWriter
-from distckpt.commit import leftovers
+from distckpt.commit import leftovers, reclaim
 from distckpt.storage import open_storage
 from faults.programs import Child, Programs, Zygote
 
@@ -517,6 +517,11 @@ class Soak:
         for step in self._steps():
             path = step_path(self.root, step)
             if not self._is_committed(step):
+                # What nobody had claimed goes once it has not changed for a while: soon, but not yet.
+                if not (path / ".distckpt" / "owner").exists() and reclaim(
+                    open_storage(path), "the-end", idle_s=0.0
+                ):
+                    continue
                 partial[path.name] = sorted(str(name.relative_to(path)) for name in path.rglob("*"))
             elif names := leftovers(open_storage(path)):
                 raise Fault(f"{path.name} was saved again, and there stay {names}")

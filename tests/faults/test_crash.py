@@ -18,7 +18,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from distckpt import StorageWriter
+from distckpt.commit import claim
 from distckpt.observe import subscribe
+from distckpt.storage import open_storage
 from faults.checkpoints import (
     KIB,
     MIB,
@@ -142,8 +144,7 @@ def test_what_torch_wrote_stays_until_it_is_replaced(
 
     def fail(_: object) -> None:
         # The owner record says now that somebody else saves here.
-        owner = tmp_path / ".distckpt" / "owner"
-        owner.write_text(owner.read_text().replace('"save_id": "', '"save_id": "0'))
+        claim(open_storage(tmp_path), "0a")
 
     with on_event(event, fail):
         error = error_of(lambda: save(writer, tmp_path, NEW))

@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
+from torch.serialization import _get_layout
 
 from distckpt import CheckpointConfig, ConfigError, IntegrityError, StorageReader, StorageWriter, observe
 from distckpt.manifest import TRAILER
@@ -31,6 +32,7 @@ from integration.checkpoints import (
 
 pytestmark = pytest.mark.slow
 
+METADATA_MODULE = b"torch.distributed.checkpoint.metadata"
 STATE: dict[str, Any] = {
     "a": torch.arange(3000.0).reshape(30, 100),
     "b": {"c": torch.arange(7, dtype=torch.int16), "large": torch.zeros(3 << 20, dtype=torch.uint8)},
@@ -405,15 +407,33 @@ def test_a_metadata_that_runs_code_is_refused(checkpoint: Path, tmp_path: Path, 
         assert ran.exists()
 
 
-def test_a_metadata_that_changes_classes_is_refused(checkpoint: Path) -> None:
-    module = b"torch.distributed.checkpoint.metadata"
-    # BUILD with a state for slots sets attributes of whatever is on the stack.
-    trap = b"\x80\x04c" + module + b"\nMetadataIndex\nN}\x8c\x08__hash__Ns\x8c\x05extraNs\x86b0"
-    (checkpoint / ".metadata").write_bytes(trap + pickle.dumps(Metadata({}), 4)[2:])
-    before = dict(vars(MetadataIndex))
-    with pytest.raises(CheckpointException, match="tries to change classes"):
-        read(StorageReader(checkpoint))
-    assert dict(vars(MetadataIndex)) == before
+TRAPS = {
+    "class": b"c" + METADATA_MODULE + b"\nMetadataIndex\nN}\x8c\x08__hash__Ns\x8c\x05extraNs\x86b0",
+    "member": b"c" + METADATA_MODULE + b"\n_MEM_FORMAT_ENCODING\nK\x00\x85R}\x8c\x07_value_Kcsb0",
+    "name of a class": b"c" + METADATA_MODULE + b"\nMetadataIndex\nN}\x8c\x0c__qualname__\x8c\x01xs\x86b0",
+}
+"""BUILD sets attributes of whatever is on the stack."""
+HARMLESS = {
+    "function": b"ctorch.serialization\n_get_layout\nN}\x8c\x0c__qualname__\x8c\x01xs\x86b0",
+    "path": b"cpathlib\nPosixPath\nN}\x8c\x0c__qualname__\x8c\x01xs\x86b0",
+}
+
+
+@pytest.mark.parametrize("trap", [*TRAPS, *HARMLESS])
+def test_a_metadata_that_changes_classes_changes_nothing(checkpoint: Path, trap: str) -> None:
+    data = b"\x80\x04" + (TRAPS | HARMLESS)[trap] + pickle.dumps(Metadata({}), 4)[2:]
+    (checkpoint / ".metadata").write_bytes(data)
+    of_class, of_members = dict(vars(MetadataIndex)), [dict(vars(member)) for member in _MEM_FORMAT_ENCODING]
+    if trap in TRAPS:
+        with pytest.raises(CheckpointException, match="tries to change classes"):
+            read(StorageReader(checkpoint))
+    else:
+        assert StorageReader(checkpoint).read_metadata().state_dict_metadata == {}
+    assert dict(vars(MetadataIndex)) == of_class
+    assert [dict(vars(member)) for member in _MEM_FORMAT_ENCODING] == of_members
+    assert MetadataIndex.__qualname__ == "MetadataIndex"
+    assert _get_layout.__qualname__ == "_get_layout"
+    assert PosixPath.__qualname__ == "PosixPath"
     assert hash(MetadataIndex("a")) == hash(MetadataIndex("a"))
 
 

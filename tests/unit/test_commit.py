@@ -893,3 +893,14 @@ def test_a_crash_in_the_sweep_of_parts_leaves_no_part_without_files(storage: Sto
     found = claim(storage, "0b").found
     images = [found.index(name) for name in found if ".distcp" in name]
     assert max(found.index(f"__{rank}{METADATA}") for rank in (0, 1)) < min(images)
+
+
+def test_metadata_under_another_name_are_found(storage: Storage, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        claimed = claim(storage, "0a", rank)
+        publish(storage, f"part {rank}".encode(), claimed, [write_rank(storage, "0a", rank, b"data")])
+    part = (tmp_path / "__1.metadata").read_bytes()
+    assert load_integrity(storage, part, "__1.metadata") is not None
+    for name in ("__0.metadata", METADATA):
+        with pytest.raises(IntegrityError, match="as another file"):
+            load_integrity(storage, part, name)

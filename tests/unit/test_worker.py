@@ -315,7 +315,6 @@ class Lane:
 
     def close(self) -> None:
         self.writer.abort()
-        self.writer.close()
         if self.board is not None:
             self.board.release()
         # It refuses while anybody has a view of it.

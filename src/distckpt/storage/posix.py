@@ -321,6 +321,8 @@ class PosixStorage:
                     done += got
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except MemoryError:
+            _fail(OSError(errno.ENOMEM, "too large"), path, "cannot read", offset)
         except OSError as error:
             _fail(error, path, "cannot read", offset)
         view.release()
