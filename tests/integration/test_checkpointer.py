@@ -403,7 +403,9 @@ class Walk:
         self.state[f"object {self._number}"] = {"x": self._number}
 
     def remove(self) -> None:
-        self.state["model"].pop(next(iter(self.state["model"]), ""), None)
+        # The last one stays: torch writes nothing of an empty container, so a reader without a template finds none.
+        if len(self.state["model"]) > 1:
+            del self.state["model"][next(iter(self.state["model"]))]
 
     def reorder(self) -> None:
         names = list(self.state["model"])
