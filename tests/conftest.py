@@ -7,12 +7,14 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import psutil
 import pytest
+
+from servers import FaultProxy, GatewayServer, MissingProgram, S3Server, SeaweedServer
 
 # Inherited by every process that a test starts, also when its parent dies first: leaks of another test run on
 # this machine are not blamed on this one.
@@ -65,6 +67,78 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
         seed = random.SystemRandom().randrange(2**32)
     request.node.stash[_SEED] = seed
     return random.Random(seed)
+
+
+def _start(make: Callable[[Path], S3Server], folder: Path) -> Iterator[S3Server]:
+    try:
+        server = make(folder)
+    except MissingProgram as missing:
+        if os.environ.get("CI"):
+            pytest.fail(str(missing))
+        pytest.skip(str(missing))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An S3 server; a test that kills it starts it again."""
+    yield from _start(SeaweedServer, tmp_path_factory.mktemp("seaweed"))
+
+
+@pytest.fixture(scope="session")
+def minio_like_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Another one, of other code, with less of S3."""
+    yield from _start(GatewayServer, tmp_path_factory.mktemp("gateway"))
+
+
+@pytest.fixture
+def s3_url(s3_server: S3Server) -> str:
+    """A URL on `s3_server` below which there is nothing yet."""
+    return s3_server.new_prefix()
+
+
+ProxyOf = Callable[[S3Server], FaultProxy]
+
+
+@pytest.fixture(scope="session")
+def _proxies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyOf]:
+    started: dict[int, FaultProxy] = {}
+
+    def proxy_of(server: S3Server) -> FaultProxy:
+        if id(server) not in started:
+            started[id(server)] = FaultProxy(server, tmp_path_factory.mktemp("proxy"))
+        return started[id(server)]
+
+    yield proxy_of
+    for proxy in started.values():
+        proxy.stop()
+
+
+@pytest.fixture
+def proxy_of(_proxies: ProxyOf) -> Iterator[ProxyOf]:
+    """Returns the proxy in front of a server, which fails as told until the test ends (see faultproxy.py)."""
+    used: list[FaultProxy] = []
+
+    def proxy_of(server: S3Server) -> FaultProxy:
+        proxy = _proxies(server)
+        if proxy not in used:
+            used.append(proxy)
+            proxy.reset()
+        return proxy
+
+    yield proxy_of
+    for proxy in used:
+        proxy.reset()
+
+
+@pytest.fixture
+def fault_proxy(proxy_of: ProxyOf, s3_server: S3Server) -> FaultProxy:
+    """The proxy in front of `s3_server`."""
+    return proxy_of(s3_server)
 
 
 def _worker_processes() -> Iterator[str]:

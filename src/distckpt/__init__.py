@@ -21,11 +21,13 @@ __all__ = [
     "MissingRanks",
     "SaveHandle",
     "StagingError",
+    "StorageContract",
     "StorageReader",
     "StorageWriter",
     "WorkerDied",
     "WriteError",
     "add_arguments",
+    "register_storage",
 ]
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
         WriteError,
     )
     from distckpt.reader import StorageReader
+    from distckpt.storage import register_storage
+    from distckpt.storage.contract import StorageContract
     from distckpt.writer import StorageWriter
 
 # Hidden from type checkers, which would otherwise accept every misspelt name.
@@ -52,8 +56,10 @@ if not TYPE_CHECKING:
         "add_arguments": "config",
         "Checkpointer": "checkpointer",
         "SaveHandle": "checkpointer",
+        "StorageContract": "storage.contract",
         "StorageReader": "reader",
         "StorageWriter": "writer",
+        "register_storage": "storage",
     }
 
     def __getattr__(name):

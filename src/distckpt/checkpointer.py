@@ -167,6 +167,7 @@ class _Planned:
 
     Args:
         engine: Plans and holds it.
+        storage: Of the kind that it will be saved to.
         state: The state.
         view: The state, walked with paths.
         late_addresses: Where the tensors lie that a guard protects.
@@ -178,6 +179,7 @@ class _Planned:
     def __init__(
         self,
         engine: Engine,
+        storage: Storage,
         state: Mapping[str, Any],
         view: View,
         late_addresses: set[int],
@@ -188,6 +190,7 @@ class _Planned:
         self.is_reusable = view.is_simple and all(map(is_raw, view.locals))
         self.signature = Signature(view) if self.is_reusable else None
         self._engine = engine
+        self._storage = storage
         self._format = file_format
         self._place = place
         self.relies_on = coordinator
@@ -378,7 +381,7 @@ class _Planned:
     def _new_residence(self) -> Residence | None:
         """Take memory for one more save, with the same image: the metadata describes that one."""
         if not self._residences:
-            residence = self._engine.reside(self.items, self.late)
+            residence = self._engine.reside(self._storage, self.items, self.late)
         elif len(self._residences) < _MOST_RESIDENCES:
             residence = self._engine.reside_beside(self._residences[0])
         else:
@@ -641,7 +644,7 @@ class Checkpointer:
         self._coordinator: _Coordinator | None = None
         self._seen_plan = ""
         self._storage_options = dict(storage_options or {})
-        self._storage = open_storage(root, self._storage_options)
+        self._storage = self._open(root)
         # Absolute, wherever the process goes meanwhile.
         self._root = self._storage.url
         logging.getLogger("distckpt").setLevel(self._config.log_level.upper())
@@ -861,7 +864,7 @@ class Checkpointer:
         return int(step), self._is_complete(int(step))
 
     def _is_complete(self, step: int) -> bool:
-        return open_storage(self._path(step), self._storage_options).read(METADATA, nbytes=0) is not None
+        return self._open(self._path(step)).read(METADATA, nbytes=0) is not None
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, ascending."""
@@ -909,6 +912,9 @@ class Checkpointer:
             error = None if handle._is_asked else handle._future.exception(0)  # noqa: SLF001 - one room
             if error is not None:
                 raise error
+
+    def _open(self, path: str | os.PathLike[str]) -> Storage:
+        return open_storage(path, self._storage_options, timeout_s=self._timeout_s)
 
     @property
     def _timeout_s(self) -> float:
@@ -958,6 +964,7 @@ class Checkpointer:
         addresses = {address for optimizer in self._optimizers for address in _addresses_of(optimizer)}
         self._planned = _Planned(
             self._engine,
+            self._storage,
             state,
             View(state, with_paths=True),
             addresses,
@@ -986,7 +993,7 @@ class Checkpointer:
         storage: Storage | None = None
         claimed: Claim | None = None
         try:
-            storage = open_storage(handle.path, self._storage_options)
+            storage = self._open(handle.path)
             claimed = self._claim(storage, save_id)
             if residence is None:
                 # Other ranks save all that this one has.
@@ -1033,7 +1040,7 @@ class Checkpointer:
         for earlier in self._handles:
             if earlier is not handle:
                 earlier._future.exception()  # noqa: SLF001 - one room
-        storage = open_storage(handle.path, self._storage_options)
+        storage = self._open(handle.path)
         claimed = self._claim(storage, save_id)
         try:
             written = planned.write_through(storage, save_id, view)
@@ -1052,7 +1059,7 @@ class Checkpointer:
             return claim(storage, save_id)
         claimed = Claim(save_id, None, ())
         for _ in self._polls(storage, save_id, lambda: [0]):
-            if claimed.is_owner(storage):
+            if claimed.was_made(storage):
                 break
         return claimed
 
@@ -1095,7 +1102,7 @@ class Checkpointer:
                 if self._is_complete(step):
                     self._settled.add(step)
                 else:
-                    storage = open_storage(self._path(step), self._storage_options)
+                    storage = self._open(self._path(step))
                     reclaim(storage, save_id, failed=self._failed, idle_s=idle_s)
             except CheckpointError as error:
                 _LOG.warning("what is left of step %d stays: %s", step, error)
@@ -1180,7 +1187,7 @@ class Checkpointer:
             # What the coordinator saves may be what has changed.
             self._coordinator, self._seen_plan = None, ""
             with contextlib.suppress(CheckpointError):
-                storage = open_storage(handle.path, self._storage_options)
+                storage = self._open(handle.path)
                 storage.prepare()
                 report_failure(storage, save_id, self._place.rank, f"{type(error).__name__}: {error}")
 

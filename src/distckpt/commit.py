@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _SETTLE_ATTEMPTS = 3
 _PUBLISH_ATTEMPTS = 3
+_REMEMBERED_CLAIMS = 64
+"""Saves that an owner record names as earlier ones, the last about first."""
 _FAILURE = re.compile(r"failed-rank-(\d+)\.json")
 
 
@@ -139,11 +141,13 @@ class Claim:
         save_id: The save.
         rank: None for the whole checkpoint; else the rank that publishes only its own part, uncontested.
         found: What saves before it have left or committed, in an order in which it can be removed.
+        unfinished: What they began and neither completed nor gave up (`Storage.unfinished`).
     """
 
     save_id: str
     rank: int | None
     found: tuple[str, ...]
+    unfinished: tuple[str, ...] = ()
 
     def explain(self, storage: Storage, error: BaseException) -> BaseException:
         """Return what `error`, which failed the save, comes from: another one may have swept its files."""
@@ -179,15 +183,42 @@ class Claim:
             IntegrityError: The owner record is damaged.
             WriteError: The storage refuses.
         """
-        for attempt in range(_SETTLE_ATTEMPTS):
-            try:
-                data = storage.read(OWNER)
-                return data is not None and unseal(storage, OWNER, data).get("save_id") == self.save_id
-            except WriteError as error:
-                # NFS: another host replaced the file after it was opened here.
-                if error.errno != errno.ESTALE or attempt + 1 == _SETTLE_ATTEMPTS:
-                    raise
-        return False
+        return _owner(storage).get("save_id") == self.save_id
+
+    def was_made(self, storage: Storage) -> bool:
+        """Say whether the coordinator has made this claim; for a rank that waits for it.
+
+        Raises:
+            CommitError: It has, and another save has claimed the directory since.
+            IntegrityError: The owner record is damaged.
+            WriteError: The storage refuses.
+        """
+        owner = _owner(storage)
+        # The coordinator's own word that it gave up may have been swept by then.
+        if self.save_id in owner.get("after", ()):
+            raise CommitError(
+                f"not published: {storage.url} was claimed by another save, {owner.get('save_id')}, while "
+                f"this one ({self.save_id}) ran"
+            )
+        return owner.get("save_id") == self.save_id
+
+
+def _owner(storage: Storage) -> dict[str, Any]:
+    """Return what the owner record says; nothing if there is none.
+
+    Raises:
+        IntegrityError: It is damaged.
+        WriteError: The storage refuses.
+    """
+    for attempt in range(_SETTLE_ATTEMPTS):
+        try:
+            data = storage.read(OWNER)
+            return {} if data is None else unseal(storage, OWNER, data)
+        except WriteError as error:
+            # NFS: another host replaced the file after it was opened here.
+            if error.errno != errno.ESTALE or attempt + 1 == _SETTLE_ATTEMPTS:
+                raise
+    return {}
 
 
 def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
@@ -204,11 +235,34 @@ def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
     # What is in the way of the publication is found before anything is written.
     storage.read(METADATA, nbytes=0)
     if rank is None:
-        owner = {"save_id": save_id, "host": _host(), "pid": os.getpid(), "time": time.time()}
+        known = _known_saves(storage)
+        owner = {
+            "save_id": save_id, "host": _host(), "pid": os.getpid(), "time": time.time(), "after": known,
+        }  # fmt: skip
         storage.put(OWNER, seal(owner))
         # A save that saw its own claim a moment ago may be about to publish: it does so now, or not at all.
         storage.revoke(METADATA)
+        # Word of a failure that came in since stays, for ranks that will not find their save in this record.
+        found = [name for name in _find(storage) if not _is_failure(name) or name.split("/")[1] in known]
+        return Claim(save_id, None, tuple(found), tuple(storage.unfinished()))
+    # Unfinished files of one rank cannot be told from those that other ranks are writing.
     return Claim(save_id, rank, tuple(_find(storage, rank)))
+
+
+def _known_saves(storage: Storage) -> list[str]:
+    """Return the ids of the last saves that have claimed a directory or left something there."""
+    # An owner record that is damaged or cannot be read is replaced like any other.
+    owner: dict[str, Any] = {}
+    with contextlib.suppress(CheckpointError):
+        owner = _owner(storage)
+    # Claims at the same instant overlook each other: what the loser leaves tells of it.
+    left = [entry.removesuffix("/") for entry in storage.list(FOLDER) if entry.endswith("/")]
+    overtaken = [str(owner["save_id"])] if "save_id" in owner else []
+    return list(dict.fromkeys([*left, *overtaken, *map(str, owner.get("after", ()))]))[:_REMEMBERED_CLAIMS]
+
+
+def _is_failure(name: str) -> bool:
+    return _FAILURE.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def publish(
@@ -263,7 +317,7 @@ def publish(
     keep = {record_name(data), published}
     for ref in manifests:
         keep |= {ref.name, ref.name.rpartition("/")[0] + "/", *ref.files}
-    _remove(storage, [name for name in claimed.found if name not in keep], "is committed")
+    _remove(storage, [name for name in claimed.found if name not in keep], "is committed", claimed.unfinished)
 
 
 def refuse_part(storage: Storage) -> None:
@@ -305,7 +359,7 @@ def reclaim(storage: Storage, save_id: str, *, failed: Collection[str] = (), idl
     # on has written nothing yet, and so nothing of it was found.
     if _has_metadata(storage) or not claimed.is_owner(storage):
         return False
-    _remove(storage, claimed.found, "was never completed")
+    _remove(storage, claimed.found, "was never completed", claimed.unfinished)
     if not claimed.is_owner(storage):
         return False
     _remove(storage, [OWNER, FOLDER], "was never completed")
@@ -373,7 +427,7 @@ def sweep(storage: Storage, save_id: str) -> list[str]:
     found = _unnamed(storage, claimed.found)
     # Nothing of a save that claims after this was found: no save writes before its claim.
     claimed.check(storage)
-    return _remove(storage, found, "is swept")
+    return _remove(storage, found, "is swept", claimed.unfinished)
 
 
 def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
@@ -438,10 +492,15 @@ def _belongs_to(storage: Storage, name: str, rank: int) -> bool:
     return record is not None and f'"metadata":"{metadata_name(rank)}"'.encode() in record
 
 
-def _remove(storage: Storage, names: Iterable[str], what: str) -> list[str]:
+def _remove(storage: Storage, names: Iterable[str], what: str, unfinished: Iterable[str] = ()) -> list[str]:
     """Remove `names`, and return those that are gone; a failure costs disk space and is said."""
     refused: list[WriteError] = []
     removed: list[str] = []
+    for upload in unfinished:
+        try:
+            storage.abort(upload)
+        except WriteError as error:
+            refused.append(error)
     for name in names:
         try:
             storage.delete(name)

@@ -453,24 +453,35 @@ class Engine:
         observe.emit("state.staged", seconds=time.monotonic() - started)
         return staged, ticket
 
-    def lay_out(self, items: Sequence[Item], late: Collection[int] = (), run: int = 1) -> Image:
-        """Lay out the files of one rank; see `image.lay_out_image`."""
+    def lay_out(
+        self, storage: Storage, items: Sequence[Item], late: Collection[int] = (), extent_bytes: int = 0
+    ) -> Image:
+        """Lay out the files of one rank for what `storage` takes; see `image.lay_out_image`.
+
+        Args:
+            storage: Where they will lie.
+            items: What they hold.
+            late: Numbers of those that lie together.
+            extent_bytes: About how many bytes of each file are staged in turn; at least a part.
+        """
         homes = [item.home for item in items]
         late = frozenset(late)
         return lay_out_image(
             [item.size for item in items],
             self.lanes.count,
             self.part_bytes,
+            whole_parts=storage.part_bytes if storage.part_bytes(0) else None,
             order=[index in late for index in range(len(items))] if late else (),
             homes=homes if any(homes) else (),
-            run=run,
+            run=max(1, extent_bytes // self.part_bytes),
             checksums=self._checksums,
         )
 
-    def reside(self, items: Sequence[Item], late: Collection[int] = ()) -> Residence | None:
+    def reside(self, storage: Storage, items: Sequence[Item], late: Collection[int] = ()) -> Residence | None:
         """Lay out `items` for a place in host memory, which the first `Residence.stage` reserves.
 
         Args:
+            storage: Of the kind that it will be written to.
             items: What will be saved again and again, none of it staged.
             late: Numbers of CUDA tensors that may be copied after `Residence.stage` returned.
 
@@ -479,7 +490,7 @@ class Engine:
         """
         late = _late_copies(items, late)
         with collector_paused():
-            image = self.lay_out(items, late, run=max(1, EXTENT_BYTES // self.part_bytes))
+            image = self.lay_out(storage, items, late, EXTENT_BYTES)
         if self._need(image) > self.arena.budget_bytes:
             return None
         return Residence(
@@ -511,7 +522,8 @@ class Engine:
 
     def _need(self, image: Image) -> int:
         """Return the bytes of a residence of `image`, with what may not fit to the ends of slabs."""
-        return sum(align(part.nbytes, PAGE_BYTES) for part in image.parts) + 4 * self.part_bytes
+        largest = max((part.nbytes for part in image.parts), default=0)
+        return sum(align(part.nbytes, PAGE_BYTES) for part in image.parts) + 4 * max(largest, self.part_bytes)
 
     def write(self, storage: Storage, save_id: str, rank: int, items: Sequence[Item]) -> Written | None:
         """Write `items` durably; the names of their files are durable with the next `Storage.put`.
@@ -534,7 +546,7 @@ class Engine:
             return None
         with self._turn(storage, rank):
             with collector_paused():
-                image = self.lay_out(items)
+                image = self.lay_out(storage, items)
             waves = _Waves(self, image, items)
             try:
                 waves.open()
@@ -625,23 +637,25 @@ class Engine:
         """Return the names of the files of `image` in the save `save_id`, which no other save ever has."""
         return tuple(f"__{rank}_{number}{self.format.suffix}.{save_id}" for number in range(len(image.files)))
 
-    def create_files(self, storage: Storage, save_id: str, rank: int, image: Image) -> tuple[str, ...]:
-        """Create the files of `image`, exclusively; returns their names.
+    def create_files(
+        self, storage: Storage, save_id: str, rank: int, image: Image
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Create the files of `image`, exclusively; returns their names, and what the storage told of each.
 
         Raises:
             WriteError: The storage refuses; none is left.
         """
-        created: list[str] = []
+        names = self.names(save_id, rank, image)
+        tokens: list[str] = []
         try:
-            for name in self.names(save_id, rank, image):
-                storage.create_image(name)
-                created.append(name)
+            for name, file in zip(names, image.files, strict=True):
+                tokens.append(storage.create_image(name, file.nbytes))
         except BaseException:
-            for name in created:
+            for name, token in zip(names, tokens, strict=False):
                 with contextlib.suppress(WriteError):
-                    storage.delete(name)
+                    storage.discard_image(name, token)
             raise
-        return tuple(created)
+        return names, tuple(tokens)
 
     def _new_plan_id(self) -> int:
         self._next_plan += 1
@@ -845,6 +859,7 @@ class _Run:
         self._memory = memory
         self._deadline = engine.deadline
         self._names: tuple[str, ...] = ()
+        self._tokens: tuple[str, ...] = ()
 
     def run(self) -> Written:
         """Write everything."""
@@ -852,18 +867,32 @@ class _Run:
         assert memory.plan is not None
         assert not memory.board.is_stopped, "staged anew after a failure"
         with self._naming():
-            self._names = self._engine.create_files(self._storage, self._save_id, self._rank, self._image)
+            self._names, self._tokens = self._engine.create_files(
+                self._storage, self._save_id, self._rank, self._image
+            )
         try:
             with self._naming():
                 if not memory.is_known_to_lanes:
                     self._lanes.add_plan(memory.plan)
                     memory.is_known_to_lanes = True
                 self._lanes.begin(
-                    Job(self._save_id, memory.plan_id, self._storage.spec, self._names, memory.tag)
+                    Job(
+                        self._save_id,
+                        memory.plan_id,
+                        self._storage.spec,
+                        self._names,
+                        self._tokens,
+                        memory.tag,
+                    )
                 )
                 self._push_and_wait()
-                for name, file in zip(self._names, self._image.files, strict=True):
-                    self._storage.check_image(name, file.nbytes)
+                for number, file in enumerate(self._image.files):
+                    self._storage.complete_image(
+                        self._names[number],
+                        self._tokens[number],
+                        file.nbytes,
+                        self._lanes.receipts.get(number, []),
+                    )
         except BaseException:
             self._abandon()
             raise
@@ -913,9 +942,9 @@ class _Run:
             self._memory.is_lost = True
             # Removing a file that a lane has in its hands may wait as long as the lane does.
             return
-        for name in self._names:
+        for name, token in zip(self._names, self._tokens, strict=True):
             with contextlib.suppress(WriteError):
-                self._storage.delete(name)
+                self._storage.discard_image(name, token)
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:

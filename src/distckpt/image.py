@@ -18,7 +18,7 @@ from distckpt.plan import pack
 from distckpt.worker import ZEROS, block_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _MAX_PIECES = 4096
 
@@ -110,6 +110,7 @@ def lay_out_image(
     homes: Sequence[tuple[int, int] | None] = (),
     run: int = 1,
     checksums: bool = True,
+    whole_parts: Callable[[int], int] | None = None,
 ) -> Image:
     """Lay out the files of one rank.
 
@@ -121,12 +122,14 @@ def lay_out_image(
         homes: For each item (slab, offset in the slab) at which it lies in the arena already, or None.
         run: How many parts of each file are staged in turn.
         checksums: Whether checksums are taken.
+        whole_parts: If every part of a file but its last must have the same number of bytes: given the bytes
+            of the file, returns that number. What is staged already has files of its own then.
 
     Returns:
         The image.
     """
     files, parts_by_file = [], []
-    for number, indices in enumerate(pack(sizes, num_files)):
+    for number, indices in enumerate(_pack(sizes, num_files, homes if whole_parts else ())):
         if order:
             indices.sort(key=order.__getitem__)
         if homes:
@@ -136,12 +139,27 @@ def lay_out_image(
         layout = lay_out([sizes[index] for index in indices])
         file = ImageFile(indices, layout.offsets, layout.nbytes, num_unstaged)
         files.append(file)
-        parts_by_file.append(list(_parts(number, file, sizes, homes, part_bytes, checksums)))
+        size = whole_parts(file.nbytes) if whole_parts else part_bytes
+        parts_by_file.append(
+            list(_parts(number, file, sizes, homes, size, checksums=checksums, are_whole=bool(whole_parts)))
+        )
     longest = max(map(len, parts_by_file), default=0)
     parts = [
         part for first in range(0, longest, run) for own in parts_by_file for part in own[first : first + run]
     ]
     return Image(list(sizes), files, parts)
+
+
+def _pack(sizes: Sequence[int], num_files: int, homes: Sequence[object | None]) -> list[list[int]]:
+    """Distribute items over files: those that have a home and those that have none over different ones."""
+    if all(homes) or not any(homes):
+        return pack(sizes, num_files)
+    packed = []
+    for has_home in (False, True):
+        indices = [index for index, home in enumerate(homes) if (home is not None) is has_home]
+        own = pack([sizes[index] for index in indices], num_files)
+        packed += [[indices[place] for place in places] for places in own]
+    return packed
 
 
 def _parts(
@@ -150,7 +168,9 @@ def _parts(
     sizes: Sequence[int],
     homes: Sequence[tuple[int, int] | None],
     part_bytes: int,
+    *,
     checksums: bool,
+    are_whole: bool,
 ) -> Iterator[ImagePart]:
     count = file.num_unstaged
     end = file.nbytes if count == len(file.items) else file.offsets[count]
@@ -167,7 +187,9 @@ def _parts(
     if part.high > part.low or file.nbytes == 0:
         yield part
     if count < len(file.items):
-        yield from _staged_parts(number, file, sizes, homes, part_bytes, checksums)
+        yield from _staged_parts(
+            number, file, sizes, homes, part_bytes, checksums=checksums, are_whole=are_whole
+        )
 
 
 def _staged_parts(
@@ -176,7 +198,9 @@ def _staged_parts(
     sizes: Sequence[int],
     homes: Sequence[tuple[int, int] | None],
     part_bytes: int,
+    *,
     checksums: bool,
+    are_whole: bool,
 ) -> Iterator[ImagePart]:
     first = file.num_unstaged
     part = ImagePart(number, file.offsets[first], file.offsets[first], [], [])
@@ -185,7 +209,15 @@ def _staged_parts(
         assert home is not None
         slab, home_offset = home
         for offset, nbytes in block_spans(start, sizes[index]):
-            if part.nbytes >= part_bytes or len(part.pieces) >= _MAX_PIECES:
+            if are_whole:
+                is_full = offset >= part.low + part_bytes
+            else:
+                is_full = part.nbytes >= part_bytes or len(part.pieces) >= _MAX_PIECES
+            if is_full:
+                missing = part_bytes - part.nbytes
+                if are_whole and missing:
+                    part.pieces.append((ZEROS, 0, missing))
+                    part.high += missing
                 yield part
                 part = ImagePart(number, part.high, part.high, [], [])
             gap = offset - part.high

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distckpt.arena import Slab
+    from distckpt.storage import Receipt
 
 _LOG = logging.getLogger(__name__)
 _STOP_S = 2.0
@@ -69,6 +70,8 @@ class Lanes(Protocol):
     """
 
     count: int
+    receipts: dict[int, list[Receipt]]
+    """Once `poll` has returned True: by index of the file, what the lanes were told of it."""
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -115,7 +118,7 @@ class Lanes(Protocol):
 
 
 class InlineLane:
-    """The sequential mode: one lane that writes in the calling thread, while that polls.
+    """The sequential mode: one lane in this process, whose threads write while the caller stages and polls.
 
     Args:
         slabs: The arena's slabs, by index; looked up at each write.
@@ -124,6 +127,7 @@ class InlineLane:
     count = 1
 
     def __init__(self, slabs: Mapping[int, Slab]) -> None:
+        self.receipts: dict[int, list[Receipt]] = {}
         self._writer = LaneWriter(lambda slab: slabs[slab].mapping)
         self._parts: deque[int] = deque()
         self._save_id: str | None = None
@@ -167,7 +171,7 @@ class InlineLane:
         self._is_last = True
 
     def poll(self, timeout_s: float) -> bool:
-        """See `Lanes.poll`: writes one part at most, so that the caller can stage the next.
+        """See `Lanes.poll`: hands one part at most to its threads, so that the caller can stage the next.
 
         Raises:
             WriteError: The storage refused.
@@ -180,12 +184,16 @@ class InlineLane:
 
     def _advance(self, timeout_s: float) -> bool:
         if self._parts:
-            if self._wait_for(self._parts[0], timeout_s):
+            if self._wait_for(self._parts[0], timeout_s) and self._writer.has_room(timeout_s):
                 self._writer.write(self._parts.popleft())
         elif self._save_id is not None and self._is_last:
-            self._writer.finish()
-            self._save_id = None
-            return True
+            receipts = self._writer.finish(timeout_s)
+            if receipts is not None:
+                self.receipts = receipts
+                self._save_id = None
+                return True
+        elif self._save_id is not None and self._writer.is_writing:
+            self._writer.wait(timeout_s)
         else:
             self._pause.wait(max(0.0, timeout_s))
         return False
@@ -203,19 +211,17 @@ class InlineLane:
 
     def abort(self, save_id: str, timeout_s: float) -> set[int]:
         """See `Lanes.abort`."""
-        if save_id == self._save_id:
-            self._give_up()
-        return set()
+        return self._give_up(timeout_s) if save_id == self._save_id else set()
 
     def close(self) -> None:
         """See `Lanes.close`."""
         self._closed = True
-        self._give_up()
+        self._give_up(_STOP_S)
 
-    def _give_up(self) -> None:
-        self._writer.abort()
+    def _give_up(self, timeout_s: float) -> set[int]:
         self._parts.clear()
         self._save_id = None
+        return set() if self._writer.abort(timeout_s) else {0}
 
 
 class _Worker:
@@ -443,6 +449,7 @@ class WorkerLanes:
         self._plans: dict[int, _Known] = {}
         self._job: Job | None = None
         self._unfinished: set[int] = set()
+        self.receipts: dict[int, list[Receipt]] = {}
         self._is_last = False
         self._last_is_sent = False
         # None before the first start, one after.
@@ -506,6 +513,7 @@ class WorkerLanes:
         assert self._job is None, "one save at a time"
         self._job, self._is_last, self._last_is_sent = job, False, False
         self._unfinished = set(range(self.count))
+        self.receipts = {}
         # No worker has a save: what is in the pipes is of one that was given up.
         self._queues[0].drain()
         for worker in self._workers:
@@ -545,6 +553,8 @@ class WorkerLanes:
                 raise WriteError(**message["body"], lane=worker.lane)
             if message["kind"] == "done":
                 self._unfinished.discard(worker.lane)
+                for file, receipts in message["body"]:
+                    self.receipts.setdefault(file, []).extend(receipts)
         if self._job is not None and not self._unfinished:
             self._job = None
             return True

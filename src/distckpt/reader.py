@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _SETTLE_ATTEMPTS = 3
 _MOST_READERS = 4
+_MOST_REQUESTS = 8
+"""Where what takes time is not this machine, but a server and the way to it."""
+_RANGE_BYTES = 16 << 20
+"""There, a larger item is read in ranges of this size, at the same time."""
 _RUN_BYTES = 8 << 20
 """Small items that lie side by side are read at once, up to so many bytes."""
 _GAP_BYTES = 4096
@@ -72,6 +76,33 @@ def _runs(infos: list[_StorageInfo]) -> Iterator[list[_StorageInfo]]:
         run.append(info)
     if run:
         yield run
+
+
+def _is_remote(storage: Storage) -> bool:
+    return storage.is_stream or storage.part_bytes(0) > 0
+
+
+def _read_range(storage: Storage, file: str, start: int, nbytes: int, timeout_s: float) -> bytearray | None:
+    """Return bytes of a file, as `Storage.read`; many of a remote one by several requests at once."""
+    if nbytes <= _RANGE_BYTES or not _is_remote(storage):
+        return storage.read(file, start, nbytes)
+
+    def read(offset: int) -> bool:
+        size = min(_RANGE_BYTES, nbytes - offset)
+        # One thread at a time for each object; opening one asks nothing of the storage.
+        data = reopen_storage(storage.spec, timeout_s=timeout_s).read(file, start + offset, size)
+        if data is None or len(data) < size:
+            return False
+        with memoryview(whole) as view:
+            view[offset : offset + size] = data
+        return True
+
+    whole = bytearray(nbytes)
+    offsets = range(0, nbytes, _RANGE_BYTES)
+    with ThreadPoolExecutor(min(_MOST_REQUESTS, len(offsets)), "distckpt-range") as pool:
+        are_whole = list(pool.map(read, offsets))
+    # Where it ends, or that it is not there, one request tells.
+    return whole if all(are_whole) else storage.read(file, start, nbytes)
 
 
 class _DamagedMetadata(Metadata):
@@ -275,10 +306,13 @@ class StorageReader(TorchStorageReader):
 
         def read(run: list[_StorageInfo]) -> list[bytearray]:
             # One thread at a time for each object; opening one asks nothing of the storage.
-            return self._read_run(reopen_storage(storage.spec), run, requests)
+            own = reopen_storage(storage.spec, timeout_s=self._timeout_s)
+            return self._read_run(own, run, requests)
 
         runs = deque(_runs(infos))
         num_threads = min(_MOST_READERS, len(os.sched_getaffinity(0)), len(runs))
+        if _is_remote(storage):
+            num_threads = min(_MOST_READERS, len(runs))
         if num_threads < 2:
             for run in runs:
                 yield from _handing_over(read(run))
@@ -318,7 +352,7 @@ class StorageReader(TorchStorageReader):
             WriteError: The storage refuses.
         """
         file, start, end = run[0].relative_path, run[0].offset, run[-1].offset + run[-1].length
-        whole = storage.read(file, start, end - start)
+        whole = _read_range(storage, file, start, end - start, self._timeout_s)
         items: list[bytearray] = []
         for info in run:
             fqn = requests[file, info.offset][0].storage_index.fqn
@@ -405,9 +439,13 @@ class StorageReader(TorchStorageReader):
                 item=fqn,
             ) from error
 
+    @property
+    def _timeout_s(self) -> float:
+        return self._config.distributed_timeout_minutes * 60
+
     def _storage(self) -> Storage:
         if self._path is None:
             raise ConfigError(
                 "no checkpoint directory: give StorageReader a path or the load a checkpoint_id"
             )
-        return open_storage(self._path, self._storage_options)
+        return open_storage(self._path, self._storage_options, timeout_s=self._timeout_s)

@@ -33,18 +33,20 @@ import signal
 import socket
 import struct
 import threading
+import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import crc32c
 
-from distckpt.errors import WriteError
+from distckpt.errors import ConfigError, WriteError
 from distckpt.priority import lower
-from distckpt.storage import ImageFile, Storage, reopen_storage
+from distckpt.storage import ImageFile, Receipt, Storage, reopen_storage
+from distckpt.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -65,6 +67,10 @@ MAX_FDS = 8
 """Descriptors beside one message, at most; Linux allows 253 (unix(7), SCM_RIGHTS)."""
 _MOST_OPEN = 32
 """Files that a lane keeps open: each has two descriptors, and `ulimit -n` may be 256."""
+_END_S = 4.0
+"""A lane that has not ended what it was writing by then is given up."""
+_LONGEST_WAIT_S = 0.02
+_SHORT_WAIT_S = 0.002
 SHORTEST_PAUSE_S = 0.0002
 LONGEST_PAUSE_S = 0.001
 
@@ -128,6 +134,7 @@ class Job:
         plan_id: What it writes.
         storage: Description of the storage, as `Storage.spec`.
         names: Name of each file of the plan; the engine has created them, exclusively.
+        tokens: What the storage told of each when it was created.
         tag: What the ready word of a part holds once the part has arrived; not 0, and of this save alone.
     """
 
@@ -135,6 +142,7 @@ class Job:
     plan_id: int
     storage: dict[str, str]
     names: tuple[str, ...]
+    tokens: tuple[str, ...]
     tag: int
 
 
@@ -263,9 +271,6 @@ class LaneWriter:
         self._open_storage = open_storage
         self._plans: dict[int, Plan] = {}
         self._current: _Current | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        # By index of the file; the one that was written to last is the last.
-        self._images: dict[int, ImageFile] = {}
 
     def add_plan(self, plan: Plan) -> None:
         """Learn what a later job may name."""
@@ -276,79 +281,213 @@ class LaneWriter:
         self._plans.pop(plan_id, None)
 
     def begin(self, job: Job) -> None:
-        """Write parts of `job` from now on."""
+        """Write parts of `job` from now on.
+
+        Raises:
+            WriteError: The storage cannot be opened here.
+        """
         assert self._current is None, "one save at a time"
         plan = self._plans[job.plan_id]
         slab, offset = plan.board
-        storage = self._open_storage(job.storage)
+        try:
+            storage = self._open_storage(job.storage)
+        except ConfigError as error:
+            raise WriteError(str(error), errno=errno.EINVAL) from error
         with memoryview(self._memory(slab)) as whole, whole[offset:] as memory:
             board = Board(memory, plan.num_spans)
-        self._current = _Current(job, plan, board, storage)
+        self._current = _Current(job, plan, board, storage, self._memory)
 
     @property
     def is_stopped(self) -> bool:
         """Whether the save was given up by its engine."""
         return self._get().board.is_stopped
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether a file is written by one lane alone, from its start to its end."""
+        return self._get().storage.is_stream
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether parts that were handed in are not known to be written yet."""
+        return bool(self._get().writing)
+
     def is_ready(self, part_index: int) -> bool:
         """Say whether the bytes of a part have arrived."""
         current = self._get()
         return current.board.is_ready(part_index, current.job.tag)
 
+    def has_room(self, timeout_s: float = 0.0) -> bool:
+        """Say whether another part may be handed in, after a wait for that if need be.
+
+        Args:
+            timeout_s: Seconds to wait at most.
+
+        Raises:
+            WriteError: See `wait`.
+        """
+        current = self._get()
+        if len(current.writing) == current.storage.in_flight:
+            self.wait(timeout_s)
+        return len(current.writing) < current.storage.in_flight
+
     def write(self, part_index: int) -> None:
-        """Write a part that is ready; then its checksums are on the board, and it is done.
+        """Begin to write a part that is ready; there is room for it.
+
+        Once it is written, its checksums are on the board, and it is done.
 
         Args:
             part_index: Index of the part within the plan.
-
-        Raises:
-            WriteError: The storage refused; errno, path and offset are filled.
         """
         current = self._get()
-        part = current.plan.parts[part_index]
-        packed = self._write_pieces(self._image(current, part.file), part)
-        current.board.set_checksums(part_index, packed)
-        current.board.set_done(part_index)
+        current.writing.append(current.threads.submit(current.write, part_index))
 
-    def finish(self) -> None:
-        """Make everything durable that was written, and end the save.
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of any part that was handed in.
+
+        Args:
+            timeout_s: Seconds to wait at most.
+
+        Raises:
+            WriteError: The storage refused one; errno, path and offset are filled.
+        """
+        writing = self._get().writing
+        ended, _ = wait(writing, timeout_s, FIRST_COMPLETED)
+        for future in ended:
+            writing.remove(future)
+            future.result()
+
+    def finish(self, timeout_s: float) -> dict[int, list[Receipt]] | None:
+        """Make everything durable that was handed in, and end the save; to be called until it has.
+
+        Args:
+            timeout_s: Seconds to wait at most.
+
+        Returns:
+            By index of the file, what was told of it (`storage.ImageFile.finish`); None if it goes on.
 
         Raises:
             WriteError: Something is not durable; the save is then still to be aborted.
         """
-        while self._images:
-            self._finish_oldest()
-        self.abort()
+        current = self._get()
+        if current.finishing is None:
+            deadline = time.monotonic() + timeout_s
+            while current.writing:
+                timeout_s = deadline - time.monotonic()
+                if timeout_s <= 0:
+                    return None
+                self.wait(timeout_s)
+            current.finishing = current.threads.submit(current.finish)
+        wait([current.finishing], timeout_s)
+        if not current.finishing.done():
+            return None
+        receipts: dict[int, list[Receipt]] = current.finishing.result()
+        self.abort(_END_S)
+        return receipts
 
-    def abort(self) -> None:
-        """End the save as it is; what it wrote stays where it is. Idempotent, never raises."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown()
-        for image in self._images.values():
-            image.close()
-        self._images.clear()
-        if self._current is not None:
-            self._current.board.release()
-            self._current = None
+    def abort(self, timeout_s: float) -> bool:
+        """End the save as it is; what it wrote stays where it is. Idempotent, never raises.
+
+        Args:
+            timeout_s: Seconds to wait for what is being written.
+
+        Returns:
+            Whether that has ended: if not, a thread goes on to use its memory and its file.
+        """
+        current, self._current = self._current, None
+        return current is None or current.end(timeout_s)
 
     def _get(self) -> _Current:
         assert self._current is not None, "no save has begun"
         return self._current
 
-    def _image(self, current: _Current, file: int) -> ImageFile:
-        image = self._images.pop(file, None)
-        if image is None:
-            while len(self._images) >= _MOST_OPEN:
-                self._finish_oldest()
-            image = current.storage.open_image(current.job.names[file])
-        self._images[file] = image
-        return image
 
-    def _finish_oldest(self) -> None:
-        file = next(iter(self._images))
-        self._images[file].finish()
+class _Current:
+    """One save of a lane; `write` and `finish` run on its threads."""
+
+    def __init__(
+        self, job: Job, plan: Plan, board: Board, storage: Storage, memory: Callable[[int], mmap.mmap]
+    ) -> None:
+        self.job = job
+        self.board = board
+        self.storage = storage
+        self.threads = Threads(storage.in_flight, "distckpt-lane")
+        self.writing: list[Future[None]] = []
+        self.finishing: Future[dict[int, list[Receipt]]] | None = None
+        self._plan = plan
+        self._memory = memory
+        self._takes_parts = storage.part_bytes(max(plan.files, default=0)) > 0
+        self._behind = Threads(1, "distckpt-lane-behind")
+        self._lock = threading.Lock()
+        # By index of the file; the one that was written to last is the last.
+        self._images: dict[int, ImageFile] = {}
+        self._users: dict[int, int] = {}
+        self._receipts: dict[int, list[Receipt]] = {}
+
+    def write(self, part_index: int) -> None:
+        """Write a part."""
+        part = self._plan.parts[part_index]
+        image = self._take_image(part.file)
+        try:
+            packed = self._write_whole(image, part) if self._takes_parts else self._write_pieces(image, part)
+        finally:
+            with self._lock:
+                self._users[part.file] -= 1
+        self.board.set_checksums(part_index, packed)
+        self.board.set_done(part_index)
+
+    def finish(self) -> dict[int, list[Receipt]]:
+        """Make everything durable; returns what was told of each file."""
+        with self._lock:
+            while self._images:
+                self._finish_image(next(iter(self._images)))
+        return self._receipts
+
+    def end(self, timeout_s: float) -> bool:
+        """Let go of everything; returns whether the threads have ended."""
+        for image in list(self._images.values()):
+            image.cancel()
+        has_ended = self.threads.close(timeout_s) and self._behind.close(timeout_s)
+        # Errors remember frames, and those the memory behind the buffers.
+        self.writing.clear()
+        self.finishing = None
+        if has_ended:
+            for image in self._images.values():
+                image.close()
+            self._images.clear()
+            self.board.release()
+        return has_ended
+
+    def _take_image(self, file: int) -> ImageFile:
+        with self._lock:
+            image = self._images.pop(file, None)
+            if image is None:
+                idle = [number for number in self._images if not self._users[number]]
+                for number in idle[: max(0, 1 + len(self._images) - _MOST_OPEN)]:
+                    self._finish_image(number)
+                image = self.storage.open_image(self.job.names[file], self.job.tokens[file])
+            self._images[file] = image
+            self._users[file] = self._users.get(file, 0) + 1
+            return image
+
+    def _finish_image(self, file: int) -> None:
+        receipts = self._images[file].finish()
+        self._receipts.setdefault(file, []).extend(receipts)
         del self._images[file]
+
+    def _write_whole(self, image: ImageFile, part: Part) -> bytes:
+        """Write a part in one call, once all of its checksums are known."""
+        checksums = _Checksums(part.spans)
+        whole_crc = 0
+        with contextlib.ExitStack() as views:
+            buffers = []
+            for slab, slab_offset, nbytes in itertools.chain.from_iterable(_blocks(part)):
+                buffers.append(self._view(views, slab, slab_offset, nbytes))
+                checksums.update(buffers[-1])
+                if part.spans:
+                    whole_crc = int(crc32c.crc32c(buffers[-1], whole_crc))
+            image.write(part.offset, buffers, whole_crc if part.spans else None)
+        return checksums.packed()
 
     def _write_pieces(self, image: ImageFile, part: Part) -> bytes:
         """Write a part block by block, each while the checksums of the next are taken."""
@@ -362,42 +501,25 @@ class LaneWriter:
                 waiting.callback(views.close)
                 buffers = []
                 for slab, slab_offset, nbytes in block:
-                    whole = views.enter_context(
-                        memoryview(_ZERO_PAGE if slab == ZEROS else self._memory(slab))
-                    )
-                    buffers.append(views.enter_context(whole[slab_offset : slab_offset + nbytes]))
+                    buffers.append(self._view(views, slab, slab_offset, nbytes))
                     checksums.update(buffers[-1])
                 if writing is not None:
                     writing.result()
-                behind = part.spans and part.nbytes > CHECKSUM_BLOCK_BYTES
-                writing = self._write_behind(image, offset, buffers) if behind else None
-                if writing is None:
-                    image.write(offset, buffers)
-                else:
+                    writing = None
+                if part.spans and part.nbytes > CHECKSUM_BLOCK_BYTES:
+                    writing = self._behind.submit(image.write, offset, buffers)
                     # Before the views are closed, whatever happens.
                     waiting.callback(wait, [writing])
+                else:
+                    image.write(offset, buffers)
                 offset += sum(piece[2] for piece in block)
             if writing is not None:
                 writing.result()
         return checksums.packed()
 
-    def _write_behind(
-        self, image: ImageFile, offset: int, buffers: Sequence[memoryview]
-    ) -> Future[None] | None:
-        """Begin to write in another thread; None where none can be had, as when the interpreter ends."""
-        try:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "distckpt-lane")
-            return self._thread.submit(image.write, offset, buffers)
-        except RuntimeError:
-            return None
-
-
-class _Current(NamedTuple):
-    job: Job
-    plan: Plan
-    board: Board
-    storage: Storage
+    def _view(self, views: contextlib.ExitStack, slab: int, slab_offset: int, nbytes: int) -> memoryview:
+        whole = views.enter_context(memoryview(_ZERO_PAGE if slab == ZEROS else self._memory(slab)))
+        return views.enter_context(whole[slab_offset : slab_offset + nbytes])
 
 
 def _blocks(part: Part) -> Iterator[list[tuple[int, int, int]]]:
@@ -571,7 +693,7 @@ def job_message(job: Job) -> bytes:
 
 def job_from(body: dict[str, Any]) -> Job:
     """Rebuild a job from the body of its message."""
-    return Job(**{**body, "names": tuple(body["names"])})
+    return Job(**{**body, "names": tuple(body["names"]), "tokens": tuple(body["tokens"])})
 
 
 class _Slabs:
@@ -631,6 +753,8 @@ class _Server:
             self._end()
             return None
         try:
+            if not self._writer.has_room(_LONGEST_WAIT_S):
+                return 0.0
             part = self._take_ready()
             if part is not None:
                 self._writer.write(part)
@@ -640,21 +764,28 @@ class _Server:
                 pause_s = self._pause_s
                 self._pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 return pause_s
-            if not self._is_last:
-                return None
-            self._writer.finish()
+            if self._is_last:
+                receipts = self._writer.finish(_LONGEST_WAIT_S)
+                if receipts is None:
+                    return 0.0
+                self._channel.send(encode("done", list(receipts.items()), self._save_id))
+                self._end()
+            elif self._writer.is_writing:
+                self._writer.wait(_SHORT_WAIT_S)
+                return 0.0
         except WriteError as error:
-            answer = encode("error", describe(error), self._save_id)
-        else:
-            answer = encode("done", None, self._save_id)
-        self._end()
-        self._channel.send(answer)
+            self._fail(error)
         return None
+
+    def _fail(self, error: WriteError) -> None:
+        assert self._save_id is not None
+        self._channel.send(encode("error", describe(error), self._save_id))
+        self._end()
 
     def _take_ready(self) -> int | None:
         if self._own is None:
             self._own = self._take(0, 1)
-        if self._own is None and self._stolen is None:
+        if self._own is None and self._stolen is None and not self._writer.is_stream:
             self._stolen = self._take(1, len(self._queues))
         part = self._own
         if part is not None and self._writer.is_ready(part):
@@ -701,8 +832,11 @@ class _Server:
         elif kind == "queues":
             self._add_queues(body["lane"], body["num_fds"])
         elif kind == "begin":
-            self._writer.begin(job_from(body))
             self._save_id, self._is_last = save_id, False
+            try:
+                self._writer.begin(job_from(body))
+            except WriteError as error:
+                self._fail(error)
         elif kind == "finish" and save_id == self._save_id:
             self._is_last = True
         elif kind == "abort":
@@ -718,7 +852,9 @@ class _Server:
             self._with_queues.register(queue, select.POLLIN)
 
     def _end(self) -> None:
-        self._writer.abort()
+        if not self._writer.abort(_END_S):
+            # A call that does not return: only the end of the process takes the memory from it.
+            os._exit(1)
         self._save_id = self._own = self._stolen = None
 
 

@@ -228,7 +228,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
                 )
             if self._closed:
                 raise CheckpointError("the StorageWriter is closed", rank=save.participant.rank)
-            save.storage = open_storage(save.path, self._storage_options)
+            save.storage = open_storage(save.path, self._storage_options, timeout_s=self._timeout_s)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Claim the directory, if this rank coordinates; the plan is not changed.

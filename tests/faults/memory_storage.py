@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import builtins
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distckpt.storage import ImageFile, StorageSpec, check_name
+from distckpt.storage import ImageFile, Receipt, StorageSpec, check_name
 
 
 class MemoryStorage:
     """Storage whose files are the entries of `files`, by name."""
+
+    in_flight = 1
+    is_stream = False
 
     def __init__(self, files: dict[str, bytes], url: str = "memory") -> None:
         self.files = files
@@ -43,13 +47,25 @@ class MemoryStorage:
     def prepare(self) -> None:
         raise NotImplementedError
 
-    def create_image(self, name: str) -> None:
+    def part_bytes(self, file_bytes: int) -> int:
         raise NotImplementedError
 
-    def open_image(self, name: str) -> ImageFile:
+    def create_image(self, name: str, nbytes: int) -> str:
         raise NotImplementedError
 
-    def check_image(self, name: str, nbytes: int) -> None:
+    def open_image(self, name: str, token: str) -> ImageFile:
+        raise NotImplementedError
+
+    def complete_image(self, name: str, token: str, nbytes: int, receipts: Sequence[Receipt]) -> None:
+        raise NotImplementedError
+
+    def discard_image(self, name: str, token: str) -> None:
+        raise NotImplementedError
+
+    def unfinished(self) -> builtins.list[str]:
+        raise NotImplementedError
+
+    def abort(self, unfinished: str) -> None:
         raise NotImplementedError
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:

@@ -314,7 +314,12 @@ def injecting(pid: int, *rules: str) -> Iterator[None]:
         yield
     finally:
         tracer.terminate()
-        tracer.communicate(timeout=10)
+        try:
+            tracer.communicate(timeout=2)
+        except subprocess.TimeoutExpired:
+            # It waits for a thread of a killed process that it holds itself.
+            tracer.kill()
+            tracer.communicate(timeout=10)
 
 
 @pytest.mark.parametrize(

@@ -403,7 +403,7 @@ class Walk:
         self.state[f"object {self._number}"] = {"x": self._number}
 
     def remove(self) -> None:
-        # The last one stays: torch writes nothing of an empty container, so a reader without a template finds none.
+        # One stays: torch writes nothing of an empty container, so who reads without a template finds none.
         if len(self.state["model"]) > 1:
             del self.state["model"][next(iter(self.state["model"]))]
 
@@ -917,7 +917,8 @@ def test_twenty_saves_leave_nothing_more_behind(either: Checkpointer) -> None:
         counts.append((
             len(os.listdir("/proc/self/fd")),
             len(os.listdir("/dev/shm")),
-            threading.active_count(),
+            # One that waits for the next call to a storage ends by itself.
+            sum(not thread.name.startswith("distckpt-storage") for thread in threading.enumerate()),
             either._engine.arena.reserved_bytes,
             used_bytes(either),
             len(either._handles),

@@ -362,7 +362,7 @@ def test_a_residence_replays_what_it_stages(tmp_path: Path, workers: int) -> Non
     # One element of any stride, and something of the host in between.
     tensors += [some(torch.float32, 1, 7)[:, 3], some(torch.float32, 300, 200, device="cpu")]
     engine, storage = opened(workers), open_storage(tmp_path / "a")
-    residence = engine.reside(items_of(engine, tensors))
+    residence = engine.reside(storage, items_of(engine, tensors))
     assert residence is not None
     captured = []
     for turn in range(4):
@@ -381,7 +381,7 @@ def test_late_copies_are_waited_for_where_they_are_told_to(tmp_path: Path) -> No
     tensors = [some(torch.float32, 8, _MIB // 4) for _ in range(16)]
     late = list(range(4, 16))
     engine, storage = opened(), open_storage(tmp_path / "a")
-    residence = engine.reside(items_of(engine, tensors), late)
+    residence = engine.reside(storage, items_of(engine, tensors), late)
     assert residence is not None
     for turn in range(3):
         expected = [values(tensor) for tensor in tensors]
@@ -397,7 +397,7 @@ def test_late_copies_are_waited_for_where_they_are_told_to(tmp_path: Path) -> No
 def test_late_tensors_without_a_byte_hold_nothing_up(tmp_path: Path) -> None:
     tensors = [some(torch.float32, 1000), some(torch.float32, 0, 3)]
     engine, storage = opened(), open_storage(tmp_path / "a")
-    residence = engine.reside(items_of(engine, tensors), [1])
+    residence = engine.reside(storage, items_of(engine, tensors), [1])
     assert residence is not None
     for turn in range(3):
         expected = [values(tensor) for tensor in tensors]
@@ -411,7 +411,7 @@ def test_late_tensors_without_a_byte_hold_nothing_up(tmp_path: Path) -> None:
 def test_nothing_is_staged_while_a_graph_is_captured(tmp_path: Path, staged_before: int) -> None:
     tensors = [some(torch.float32, 1000), some(torch.float32, 9, _MIB // 4)]
     engine, storage = opened(), open_storage(tmp_path / "a")
-    residence = engine.reside(items_of(engine, tensors))
+    residence = engine.reside(storage, items_of(engine, tensors))
     assert residence is not None
     for turn in range(staged_before):
         residence.stage(items_of(engine, tensors))
@@ -438,9 +438,9 @@ def test_nothing_is_staged_while_a_graph_is_captured(tmp_path: Path, staged_befo
 
 def test_a_residence_is_dropped_while_its_copies_run(tmp_path: Path) -> None:
     tensors = [some(torch.float32, 8, _MIB // 4) for _ in range(32)]
-    engine = opened()
+    engine, storage = opened(), open_storage(tmp_path / "a")
     for _ in range(3):
-        residence = engine.reside(items_of(engine, tensors))
+        residence = engine.reside(storage, items_of(engine, tensors))
         assert residence is not None
         residence.stage(items_of(engine, tensors))
         engine.drop(residence)

@@ -72,7 +72,7 @@ for name in ("_lazy_init", "current_stream", "stream", "Stream", "cudart", "is_c
 engine = Engine.open(CheckpointConfig(ckpt_host_memory="64MiB"))
 state = {"a": torch.ones(9), "b": torch.ones(1 << 20)}
 items = [engine.item(tensor) for tensor in state.values()]
-residence = engine.reside(items)
+residence = engine.reside(open_storage("checkpoint"), items)
 for number in range(2):
     residence.stage(items)
     engine.write_staged(open_storage("checkpoint"), f"0{number}", 0, residence)

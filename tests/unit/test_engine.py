@@ -198,7 +198,7 @@ def test_many_times_the_budget_is_written_in_waves(storage: Storage, workers: in
 def test_waves_use_what_a_residence_leaves(storage: Storage) -> None:
     engine = opened("36MiB", 2)
     state = State()
-    residence = engine.reside(state.items(engine))
+    residence = engine.reside(storage, state.items(engine))
     assert residence is not None
     residence.stage(state.items(engine))
     kept = state.data(engine)
@@ -245,7 +245,7 @@ def test_tensors_are_let_go_with_the_items_of_their_save(engine: Engine, storage
     tensors = [torch.ones(5 * MIB, dtype=torch.uint8), torch.ones(3)]
     gone = [weakref.ref(tensor) for tensor in tensors]
     items = [engine.item(tensor) for tensor in tensors]
-    residence = engine.reside(items)
+    residence = engine.reside(storage, items)
     assert residence is not None
     del tensors
     residence.stage(items)
@@ -269,7 +269,7 @@ def no_garbage_collection() -> Iterator[None]:
 def test_a_residence_holds_the_values_of_each_staging(storage: Storage, workers: int, budget: str) -> None:
     engine = opened(budget, workers)
     state = State()
-    residence = engine.reside(state.items(engine))
+    residence = engine.reside(storage, state.items(engine))
     assert residence is not None
     assert free_bytes(engine) == engine.arena.budget_bytes, "nothing is reserved before it is needed"
     free = None
@@ -292,7 +292,7 @@ def test_what_is_staged_is_staged_anew_without_the_tensors_of_devices(storage: S
     engine = opened("64MiB")
     state = State()
     items = state.items(engine)
-    residence = engine.reside(items)
+    residence = engine.reside(storage, items)
     assert residence is not None
     can_restage = [residence.can_restage]
     residence.stage(items)
@@ -308,7 +308,7 @@ def test_what_is_staged_is_staged_anew_without_the_tensors_of_devices(storage: S
 def test_two_residences_take_turns(storage: Storage) -> None:
     engine = opened("128MiB", 2)
     state = State()
-    first = engine.reside(state.items(engine))
+    first = engine.reside(storage, state.items(engine))
     assert first is not None
     second = engine.reside_beside(first)
     assert second is not None
@@ -337,7 +337,7 @@ def test_nothing_of_the_host_is_copied_late(storage: Storage, late: list[int]) -
     engine = opened("64MiB")
     tensors = [torch.ones(5), torch.ones(2 * MIB)]
     items = [engine.item(tensor) for tensor in tensors]
-    residence = engine.reside(items, late)
+    residence = engine.reside(storage, items, late)
     assert residence is not None
     for number in range(2):
         residence.stage(items)
@@ -350,9 +350,9 @@ def test_nothing_of_the_host_is_copied_late(storage: Storage, late: list[int]) -
     engine.close()
 
 
-def test_what_the_budget_does_not_hold_has_no_residence(engine: Engine) -> None:
-    assert engine.reside([literal(bytes(24 * MIB))]) is None
-    small = engine.reside([literal(b"data")])
+def test_what_the_budget_does_not_hold_has_no_residence(engine: Engine, storage: Storage) -> None:
+    assert engine.reside(storage, [literal(bytes(24 * MIB))]) is None
+    small = engine.reside(storage, [literal(b"data")])
     assert small is not None
     taken = engine.arena.try_reserve(engine.arena.budget_bytes)
     assert taken is not None
@@ -364,7 +364,7 @@ def test_what_the_budget_does_not_hold_has_no_residence(engine: Engine) -> None:
 def test_a_residence_that_finds_no_memory_takes_none_and_may_try_again(storage: Storage) -> None:
     engine = opened("64MiB", distributed_timeout_minutes=0.1 / 60)
     state = State()
-    residence = engine.reside(state.items(engine))
+    residence = engine.reside(storage, state.items(engine))
     assert residence is not None
     taken = engine.arena.try_reserve(52 * MIB)
     assert taken is not None
@@ -404,16 +404,16 @@ def test_a_save_whose_files_cannot_be_created_gives_everything_back(engine: Engi
 def test_a_save_whose_storage_refuses_gives_everything_back(
     engine: Engine, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(name: str, nbytes: int) -> None:
+    def refuse(name: str, token: str, nbytes: int, receipts: object) -> None:
         raise WriteError(f"{name} holds 3 bytes after writing {nbytes}", path=f"{storage.url}/{name}")
 
     state = State()
-    residence = engine.reside([literal(b"object"), engine.item(torch.ones(9))])
+    residence = engine.reside(storage, [literal(b"object"), engine.item(torch.ones(9))])
     assert residence is not None
     residence.stage([literal(b"object"), engine.item(torch.ones(9))])
     free = free_bytes(engine)
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "check_image", refuse)
+        patched.setattr(storage, "complete_image", refuse)
         with pytest.raises(WriteError, match=r"holds 3 bytes .*\(rank 4, save 0a of ") as caught:
             engine.write(storage, "0a", 4, state.items(engine))
         assert caught.value.rank == 4
@@ -436,7 +436,7 @@ def test_a_save_whose_worker_dies_gives_everything_back(storage: Storage, is_res
     engine = opened("64MiB", 2)
     state = State()
     engine.write(storage, "00", 0, [literal(b"data")])
-    residence = engine.reside(state.items(engine))
+    residence = engine.reside(storage, state.items(engine))
     assert residence is not None
     residence.stage(state.items(engine))
     free = free_bytes(engine)
@@ -499,7 +499,7 @@ def test_a_save_that_gets_nowhere_names_the_lane(storage: Storage) -> None:
 def test_a_state_is_staged_while_another_save_runs(storage: Storage) -> None:
     engine = opened("128MiB", 2)
     first, second = State(), State()
-    residences = [engine.reside(state.items(engine)) for state in (first, second)]
+    residences = [engine.reside(storage, state.items(engine)) for state in (first, second)]
     assert residences[0] is not None
     assert residences[1] is not None
     stop = threading.Event()
@@ -575,7 +575,7 @@ def test_what_is_prepared_is_used(storage: Storage) -> None:
     pids = engine.lanes.pids
     assert len(pids) == 2
     items = [literal(part) for part in data]
-    residence = engine.reside(items)
+    residence = engine.reside(storage, items)
     assert residence is not None
     residence.stage(items)
     assert engine.arena.reserved_bytes == held

@@ -20,11 +20,13 @@ PUBLIC = [
     "MissingRanks",
     "SaveHandle",
     "StagingError",
+    "StorageContract",
     "StorageReader",
     "StorageWriter",
     "WorkerDied",
     "WriteError",
     "add_arguments",
+    "register_storage",
 ]
 
 

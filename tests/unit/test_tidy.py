@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "distckpt"
 # A module imports from lower layers only. Modules that are listed and do not exist yet are planned.
 LAYERS = [
     ["errors"],
-    ["priority"],
+    ["priority", "threads"],
     ["config", "exitstatus", "observe"],
     ["arena", "storage"],
     ["worker"],
@@ -40,6 +40,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 TORCH_FREE = [
     "errors",
     "priority",
+    "threads",
     "config",
     "exitstatus",
     "observe",

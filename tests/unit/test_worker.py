@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distckpt.errors import WriteError
-from distckpt.storage import open_storage
+from distckpt.storage import Receipt, open_storage
 from distckpt.worker import (
     CHECKSUM_BLOCK_BYTES,
     MAX_FDS,
@@ -106,6 +106,7 @@ jobs = st.builds(
     texts,
     numbers,
     st.dictionaries(texts, texts, max_size=3),
+    st.lists(texts, max_size=3).map(tuple),
     st.lists(texts, max_size=3).map(tuple),
     numbers,
 )
@@ -301,20 +302,32 @@ class Lane:
         names = tuple(f"file{number}" for number in range(num_files))
         if create:
             for name in names:
-                self.storage.create_image(name)
+                self.storage.create_image(name, 0)
         with memoryview(self.slabs[1]) as whole, whole[4096:] as memory:
             board = self.board = Board(memory, plan.num_spans)
         board.clear()
         board.set_all_ready(7)
         self.writer.add_plan(plan)
-        self.writer.begin(Job(save_id, self.plan_id, self.storage.spec, names, 7))
+        self.writer.begin(Job(save_id, self.plan_id, self.storage.spec, names, ("",) * len(names), 7))
         return board
+
+    def write(self, part_index: int) -> None:
+        """Write a part, to the end."""
+        assert self.writer.has_room(5)
+        self.writer.write(part_index)
+        while self.writer.is_writing:
+            self.writer.wait(5)
+
+    def finish(self) -> dict[int, list[Receipt]]:
+        receipts = self.writer.finish(5)
+        assert receipts is not None
+        return receipts
 
     def read(self, file: int = 0) -> bytes:
         return (self.folder / f"file{file}").read_bytes()
 
     def close(self) -> None:
-        self.writer.abort()
+        assert self.writer.abort(5)
         if self.board is not None:
             self.board.release()
         # It refuses while anybody has a view of it.
@@ -337,12 +350,12 @@ def test_pieces_and_padding_are_written_where_they_belong(lane: Lane) -> None:
     board = lane.begin(
         Part(0, 0, ((0, 100, 50), (ZEROS, 0, 14), (0, 7, 3)), (0, 50, 64, 3)), Part(0, 67, ((0, 0, 20),))
     )
-    lane.writer.write(1)
+    lane.write(1)
     assert [board.is_done(0), board.is_done(1)] == [False, True]
-    lane.writer.write(0)
+    lane.write(0)
     assert board.num_done() == 2
     assert board.checksums(0, 2) == packed(checksum(lane.data[100:150]), checksum(lane.data[7:10]))
-    lane.writer.finish()
+    lane.finish()
     assert lane.read() == lane.data[100:150] + bytes(14) + lane.data[7:10] + lane.data[:20]
 
 
@@ -368,8 +381,8 @@ def test_checksums_are_right_across_pieces_and_blocks(
         pairs = [(low, high - low) for low, high in itertools.pairwise(cuts) if data.draw(st.booleans())]
         spans = tuple(itertools.chain.from_iterable(pairs))
         board = lane.begin(Part(0, offset, tuple(pieces), spans))
-        lane.writer.write(0)
-        lane.writer.finish()
+        lane.write(0)
+        lane.finish()
         assert lane.read()[offset:] == expected
         assert board.checksums(0, 1) == packed(*(checksum(expected[at : at + size]) for at, size in pairs))
         lane.close()
@@ -389,7 +402,7 @@ def test_a_part_is_ready_once_its_word_holds_the_tag_of_the_save(lane: Lane) -> 
 def test_a_lane_creates_no_file(lane: Lane) -> None:
     board = lane.begin(Part(0, 0, ((0, 0, 1),)), create=False)
     with pytest.raises(WriteError) as caught:
-        lane.writer.write(0)
+        lane.write(0)
     assert (caught.value.errno, caught.value.path) == (errno.ENOENT, str(lane.folder / "file0"))
     assert not board.is_done(0)
     assert not list(lane.folder.iterdir())
@@ -402,7 +415,7 @@ def test_a_part_that_fails_is_not_done(lane: Lane, monkeypatch: pytest.MonkeyPat
     board = lane.begin(Part(0, 4096, ((0, 0, 10),), (0, 10)))
     monkeypatch.setattr(os, "pwritev", refuse)
     with pytest.raises(WriteError) as caught:
-        lane.writer.write(0)
+        lane.write(0)
     assert (caught.value.errno, caught.value.offset) == (errno.ENOSPC, 4096)
     assert caught.value.path == str(lane.folder / "file0")
     assert not board.is_done(0)
@@ -410,16 +423,16 @@ def test_a_part_that_fails_is_not_done(lane: Lane, monkeypatch: pytest.MonkeyPat
 
 def test_a_save_that_was_given_up_leaves_nothing_to_the_next(lane: Lane) -> None:
     lane.begin(Part(0, 0, ((0, 0, 10),)))
-    lane.writer.write(0)
-    lane.writer.abort()
-    lane.writer.abort()
+    lane.write(0)
+    assert lane.writer.abort(5)
+    assert lane.writer.abort(5)
     assert lane.read() == lane.data[:10], "who made the file removes it"
     os.unlink(lane.folder / "file0")
     assert not open_files(lane.folder)
     board = lane.begin(Part(0, 0, ((0, 5, 10),)), save_id="0b")
     assert board.num_done() == 0
-    lane.writer.write(0)
-    lane.writer.finish()
+    lane.write(0)
+    lane.finish()
     assert lane.read() == lane.data[5:15]
 
 
@@ -436,9 +449,9 @@ def test_finish_makes_every_file_durable_that_was_written(
     monkeypatch.setattr(os, "fsync", spy)
     lane.begin(*(Part(file, 0, ((0, 0, 10),)) for file in range(4)))
     for part in (0, 3, 1):
-        lane.writer.write(part)
+        lane.write(part)
     assert synced == []
-    lane.writer.finish()
+    lane.finish()
     assert sorted(synced) == ["file0", "file1", "file3"], "file2 is another lane's"
     assert not open_files(lane.folder)
 
@@ -455,9 +468,9 @@ def test_many_files_do_not_stay_open(lane: Lane, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fsync", spy)
     lane.begin(*(Part(number % 50, number // 50, ((0, number, 1),)) for number in range(150)))
     for number in range(150):
-        lane.writer.write(number)
+        lane.write(number)
         most = max(most, len(open_files(lane.folder)))
-    lane.writer.finish()
+    lane.finish()
     assert most <= 64
     assert len(synced) == 50
     for number in range(50):
@@ -469,20 +482,20 @@ def test_a_file_that_is_not_durable_is_an_error(lane: Lane, monkeypatch: pytest.
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     lane.begin(Part(0, 0, ((0, 0, 10),)), Part(1, 0, ((0, 0, 10),)))
-    lane.writer.write(0)
-    lane.writer.write(1)
+    lane.write(0)
+    lane.write(1)
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(WriteError, match="cannot make durable"):
-        lane.writer.finish()
-    lane.writer.abort()
+        lane.finish()
+    assert lane.writer.abort(5)
     assert not open_files(lane.folder)
 
 
 def test_an_empty_file_is_made_durable_too(lane: Lane) -> None:
     board = lane.begin(Part(0, 0, ()))
-    lane.writer.write(0)
+    lane.write(0)
     assert len(open_files(lane.folder)) >= 1
-    lane.writer.finish()
+    lane.finish()
     assert board.is_done(0)
     assert lane.read() == b""
 

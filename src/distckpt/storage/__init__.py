@@ -1,76 +1,154 @@
-"""Where checkpoints live: the storage interface, and the one function that picks an implementation.
+"""Where checkpoints live: the storage interface, and the functions that pick an implementation.
 
 A storage is opened on one checkpoint directory; names are relative to it and use `/`. Rooms above never ask
-which storage they have.
+which storage they have: how its images are to be written it says itself.
 
-Threads: one thread at a time per object; a worker opens its own from `Storage.spec`.
+    posix     file systems of this machine, NFS among them: any bytes of a file, by any lane, in any order
+    s3        multipart uploads: a file is cut into parts of one size, each sent by whichever lane is free
+    streams   whatever else fsspec opens: a file is one stream, from its start to its end
+
+Threads: one at a time per object, but for `ImageFile.write` where `Storage.in_flight` says so; a worker opens
+its own storage from `Storage.spec`, which asks nothing of the storage.
 
 Torch-free. Client libraries are imported inside the functions that need them.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+import re
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from distckpt.errors import ConfigError, IntegrityError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["ImageFile", "Storage", "StorageSpec", "check_name", "open_storage", "reopen_storage"]
+__all__ = [
+    "ImageFile",
+    "Receipt",
+    "Storage",
+    "StorageSpec",
+    "check_name",
+    "open_storage",
+    "register_storage",
+    "reopen_storage",
+]
 
 StorageSpec = dict[str, str]
 """What a worker needs to open the same storage; plain values only."""
 
+Receipt = list[Any]
+"""What a lane tells of a stretch that it wrote to an image, in JSON values; its storage alone reads it."""
+
 
 class ImageFile(Protocol):
-    """A file image that exists already, open for one of the lanes that write it."""
+    """A file image that was created, open for one of the lanes that write it."""
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview], crc32c: int | None = None) -> None:
         """Write all of `buffers`, one after the other, at `offset` bytes of the file.
+
+        The storage has accepted them when this returns: the memory is used for other bytes then.
+
+        Args:
+            offset: Where to, in bytes.
+            buffers: What to write.
+            crc32c: Of all of it, if the storage writes parts (`Storage.part_bytes`) and checksums are taken.
 
         Raises:
             WriteError: The storage refused; `errno`, `path` and `offset` are filled.
         """
 
-    def finish(self) -> None:
+    def finish(self) -> list[Receipt]:
         """Make what was written through this object durable by the rules of this storage, and close it.
+
+        Returns:
+            What `Storage.complete_image` needs to know of it.
 
         Raises:
             WriteError: The bytes are not durable; the object is closed all the same.
         """
 
+    def cancel(self) -> None:
+        """Have writes that are under way on other threads end soon, where that can be done; never raises."""
+
     def close(self) -> None:
-        """Close it, finished or not, durable or not; idempotent, never raises."""
+        """Close it, finished or not, durable or not; idempotent, never raises.
+
+        No write is under way, and nothing becomes visible that was not finished.
+        """
 
 
+@runtime_checkable
 class Storage(Protocol):
-    """One checkpoint directory on some storage. Every method raises `WriteError` when the storage refuses."""
+    """One checkpoint directory on some storage. Every method raises `WriteError` when the storage refuses.
+
+    Attributes:
+        url: The directory, as `open_storage` takes it; also with the name of a directory below appended.
+        spec: See `reopen_storage`; empty if no other process can open it.
+        in_flight: How many calls of `ImageFile.write` of one lane may run at once, each on its own thread.
+        is_stream: Whether a file is written by one lane alone, from its start to its end.
+    """
 
     url: str
     spec: StorageSpec
+    in_flight: int
+    is_stream: bool
+
+    def part_bytes(self, file_bytes: int) -> int:
+        """Return how many bytes every part of a file has, but the last; 0: each as many as one likes.
+
+        Each part is then written by one call of `ImageFile.write`.
+
+        Args:
+            file_bytes: No file of the save is larger.
+
+        Returns:
+            A multiple of 4 MiB.
+        """
 
     def prepare(self) -> None:
         """Make the directory; a directory that others make at the same time is no error."""
 
-    def create_image(self, name: str) -> None:
-        """Create an empty file exclusively; one that exists is refused."""
+    def create_image(self, name: str, nbytes: int) -> str:
+        """Begin a new file of `nbytes` bytes; one that exists is refused where the storage can tell.
 
-    def open_image(self, name: str) -> ImageFile:
-        """Open a file that exists for writing; several processes may write to it, each its own bytes."""
+        Returns:
+            What `open_image`, `complete_image` and `discard_image` need to know of it, in any process.
+        """
 
-    def check_image(self, name: str, nbytes: int) -> None:
-        """Refuse a file that does not hold exactly `nbytes` bytes."""
+    def open_image(self, name: str, token: str) -> ImageFile:
+        """Open a file that was begun for writing; several lanes may write to it, each its own bytes."""
+
+    def complete_image(self, name: str, token: str, nbytes: int, receipts: Sequence[Receipt]) -> None:
+        """Make a file of what its lanes wrote, all of which have finished.
+
+        Args:
+            name: The file.
+            token: What `create_image` returned.
+            nbytes: What it must hold; a file that does not is refused.
+            receipts: What `ImageFile.finish` returned on all lanes.
+        """
+
+    def discard_image(self, name: str, token: str) -> None:
+        """Give up a file that was begun, completed or not; none of it is left once no lane writes to it."""
+
+    def unfinished(self) -> list[str]:
+        """Return files that saves began and neither completed nor discarded, if `list` does not show them."""
+
+    def abort(self, unfinished: str) -> None:
+        """Give up what `unfinished` returned; if it is gone, that is no error."""
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
-        """Replace `name` by `data` in one atomic step that is durable, with all files finished before it.
+        """Replace `name` by `data` in one atomic step that is durable, with all files completed before it.
 
         Args:
             name: What to replace.
             data: Its new bytes.
             last_check: Called when all is ready for that step; if it raises, nothing is replaced, and if
-                `revoke` was called meanwhile, the step fails.
+                `revoke` was called meanwhile, the step fails with `errno.ENOENT` if the storage can do that.
         """
 
     def revoke(self, name: str) -> None:
@@ -80,7 +158,10 @@ class Storage(Protocol):
         """Return `nbytes` bytes (default: all) from `offset`, fewer where the file ends; None if absent."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Return the files directly in directory `prefix` of the checkpoint, with their sizes in bytes."""
+        """Return the files directly in directory `prefix` of the checkpoint, with their sizes in bytes.
+
+        Directories there end in `/`, and have 0 bytes.
+        """
 
     def delete(self, name: str) -> None:
         """Remove a file, or a directory that is empty; one that is absent is no error."""
@@ -113,49 +194,126 @@ def check_name(url: str, name: str) -> None:
         raise IntegrityError(f"{url} names a file that does not lie within it: {name!r}", file=name)
 
 
-def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_FACTORIES: dict[str, str] = {}
+
+
+def register_storage(scheme: str, factory: str) -> None:
+    """Have URLs of `scheme` opened by a storage of your own.
+
+    Args:
+        scheme: What stands before `://`; it may be one that fsspec knows, too.
+        factory: `package.module:name` of a function `(url: str, options: dict[str, Any]) -> Storage`, which
+            must be importable in the worker processes. It opens nothing: it is called in each of them, with
+            the same arguments. Whatever it sets as `spec` is replaced.
+
+    Raises:
+        ConfigError: This is not a scheme, or not the name of a function.
+    """
+    if not _SCHEME.fullmatch(scheme):
+        raise ConfigError(
+            f"{scheme!r} is not the scheme of a URL: lower-case letters, digits, + . and - only"
+        )
+    module, _, name = factory.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ConfigError(f"{factory!r} is not the name of a factory: package.module:function is expected")
+    _FACTORIES[scheme] = factory
+
+
+def _call_factory(factory: str, scheme: str, url: str, options: dict[str, Any]) -> Storage:
+    module, _, name = factory.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{url!r}: the storage registered for {scheme}:// cannot be had: {error}"
+        ) from error
+    storage = make(url, options)
+    if not isinstance(storage, Storage):
+        raise ConfigError(f"{url!r}: {factory} returned {type(storage).__name__}, which is no Storage")
+    try:
+        dumped = json.dumps(options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{url!r}: a storage option cannot be handed to worker processes: {error}"
+        ) from error
+    storage.spec = {
+        "kind": "registered", "factory": factory, "scheme": scheme, "url": url, "options": dumped,
+    }  # fmt: skip
+    return storage
+
+
+def open_storage(
+    url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+) -> Storage:
     """Open the storage of one checkpoint directory.
 
     Args:
-        url: A path, or a URL that fsspec resolves. A `pathlib` path is always local.
+        url: A path, or a URL that `register_storage` was told of or fsspec resolves. A `pathlib` path is
+            always local.
         options: Storage options, passed to fsspec as they are.
+        timeout_s: Seconds after which any call is given up, whatever it waits for; None: never.
 
     Returns:
-        The storage that suits the URL's scheme.
+        The storage that suits the URL's scheme; nothing was asked of it yet.
 
     Raises:
-        ConfigError: fsspec does not know the URL or an option, or it leads to a storage that this version
-            does not write to.
+        ConfigError: fsspec does not know the URL or an option.
     """
+    return _bounded(_open(url, options), timeout_s)
+
+
+def _bounded(storage: Storage, timeout_s: float | None) -> Storage:
+    if timeout_s is None:
+        return storage
+    from distckpt.storage.bounded import Bounded
+
+    return Bounded(storage, timeout_s)
+
+
+def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:
     from distckpt.storage.posix import PosixStorage
 
     text = os.fspath(url)
+    options = dict(options or {})
     if not text:
         raise ConfigError("the checkpoint's path is empty")
     if not isinstance(url, str) and not options:
         return PosixStorage(os.path.abspath(text))
+    scheme = text.partition("://")[0] if "://" in text else ""
+    if scheme in _FACTORIES:
+        return _call_factory(_FACTORIES[scheme], scheme, text, options)
+    if scheme in {"s3", "s3a"}:
+        from distckpt.storage.s3 import open_s3
 
-    import fsspec
-    from fsspec.implementations.local import LocalFileSystem
+        return open_s3(text, options)
+    from distckpt.storage.streams import open_fsspec
 
-    try:
-        file_system, path = fsspec.url_to_fs(text, **(options or {}))
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"fsspec cannot open {text!r}: {error}") from error
-    if type(file_system) is not LocalFileSystem:
-        raise ConfigError(
-            f"{text!r}: this version of distckpt writes to local paths and file:// only, "
-            f"not to {type(file_system).__name__}"
-        )
-    # fsspec's local file system takes any option, and has an effect for this one alone.
-    ignored = [name for name, value in (options or {}).items() if (name, value) != ("auto_mkdir", True)]
-    if ignored:
-        raise ConfigError(f"{text!r}: storage options without effect on local paths: {', '.join(ignored)}")
-    return PosixStorage(path)
+    return open_fsspec(text, options)
 
 
-def reopen_storage(spec: StorageSpec) -> Storage:
-    """Open, in a worker, the storage that `spec` describes."""
-    from distckpt.storage.posix import PosixStorage
+def reopen_storage(spec: StorageSpec, *, timeout_s: float | None = None) -> Storage:
+    """Open, in whatever process, the storage that `spec` describes; nothing is asked of it yet.
 
-    return PosixStorage(spec["root"])
+    Args:
+        spec: `Storage.spec` of another one.
+        timeout_s: As for `open_storage`.
+    """
+    return _bounded(_reopen(spec), timeout_s)
+
+
+def _reopen(spec: StorageSpec) -> Storage:
+    kind = spec["kind"]
+    if kind == "posix":
+        from distckpt.storage.posix import PosixStorage
+
+        return PosixStorage(spec["root"])
+    if kind == "s3":
+        from distckpt.storage.s3 import reopen_s3
+
+        return reopen_s3(spec)
+    if kind == "registered":
+        return _call_factory(spec["factory"], spec["scheme"], spec["url"], json.loads(spec["options"]))
+    from distckpt.storage.streams import reopen_fsspec
+
+    return reopen_fsspec(spec)

@@ -27,7 +27,7 @@ from distckpt.storage import check_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from distckpt.storage import StorageSpec
+    from distckpt.storage import Receipt, StorageSpec
 
 _MAX_BUFFERS = 1024
 """Source: IOV_MAX, limits.h(0p); Linux accepts 1024 buffers in one call."""
@@ -70,14 +70,19 @@ class PosixImage:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._is_cancelled = False
+        self._fd = self._direct_fd = -1
         self._fd = os.open(path, _EXISTING_FILE)
-        self._direct_fd = -1
         # Some file systems refuse it here, some at the first write: both are written through the cache.
         with contextlib.suppress(OSError):
             self._direct_fd = os.open(path, _EXISTING_FILE | os.O_DIRECT)
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See `ImageFile.write`.
+    def __del__(self) -> None:
+        # A thread that was given up has held it until its system call returned.
+        self.close()
+
+    def write(self, offset: int, buffers: Sequence[memoryview], crc32c: int | None = None) -> None:
+        """See `ImageFile.write`; the file system checks no checksum.
 
         Raises:
             WriteError: The file system refused.
@@ -89,6 +94,7 @@ class PosixImage:
             if self._direct_fd >= 0 and whole >= _DIRECT_BYTES and offset % _PAGE_BYTES == 0:
                 offset += self._write_direct(offset, left, whole, views)
             while left:
+                self._refuse_cancelled(offset)
                 try:
                     written = os.pwritev(self._fd, _first(left), offset)
                 except OSError as error:
@@ -104,6 +110,7 @@ class PosixImage:
         """Write the first `whole` bytes of `left` past the page cache, as far as it goes; returns how far."""
         done = 0
         while done < whole and done % _PAGE_BYTES == 0:
+            self._refuse_cancelled(offset + done)
             try:
                 written = os.pwritev(self._direct_fd, _first_bytes(left, whole - done, views), offset + done)
             except OSError as error:
@@ -117,8 +124,8 @@ class PosixImage:
             done += written
         return done
 
-    def finish(self) -> None:
-        """See `ImageFile.finish`.
+    def finish(self) -> list[Receipt]:
+        """See `ImageFile.finish`: the size of the file tells the rest.
 
         Raises:
             WriteError: The bytes are not durable.
@@ -133,12 +140,21 @@ class PosixImage:
                         closing.callback(os.close, fd)
         except OSError as error:
             _fail(error, self._path, "cannot make durable")
+        return []
+
+    def cancel(self) -> None:
+        """See `ImageFile.cancel`: a system call ends when it ends, and no other one follows."""
+        self._is_cancelled = True
 
     def close(self) -> None:
         """See `ImageFile.close`."""
         for fd in self._take_fds():
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+    def _refuse_cancelled(self, offset: int) -> None:
+        if self._is_cancelled:
+            _fail(OSError(errno.ECANCELED, "given up"), self._path, "cannot write", offset)
 
     def _take_fds(self) -> list[int]:
         fds = [fd for fd in (self._direct_fd, self._fd) if fd >= 0]
@@ -198,6 +214,9 @@ class PosixStorage:
         root: Absolute path of the directory.
     """
 
+    in_flight = 1
+    is_stream = False
+
     def __init__(self, root: str) -> None:
         self.root = root
         self.url = root
@@ -225,15 +244,20 @@ class PosixStorage:
             self._make_directory(folder)
             self._sync_directory(os.path.dirname(folder))
 
-    def create_image(self, name: str) -> None:
+    def part_bytes(self, file_bytes: int) -> int:
+        """See `Storage.part_bytes`."""
+        return 0
+
+    def create_image(self, name: str, nbytes: int) -> str:
         """See `Storage.create_image`."""
         path = self._path(name)
         try:
             os.close(os.open(path, _NEW_FILE, 0o644))
         except OSError as error:
             _fail(error, path, "cannot create")
+        return ""
 
-    def open_image(self, name: str) -> PosixImage:
+    def open_image(self, name: str, token: str = "") -> PosixImage:
         """See `Storage.open_image`."""
         path = self._path(name)
         try:
@@ -241,8 +265,8 @@ class PosixStorage:
         except OSError as error:
             _fail(error, path, "cannot open")
 
-    def check_image(self, name: str, nbytes: int) -> None:
-        """See `Storage.check_image`.
+    def complete_image(self, name: str, token: str, nbytes: int, receipts: Sequence[Receipt]) -> None:
+        """See `Storage.complete_image`: it is a file already.
 
         Raises:
             WriteError: The file holds another number of bytes, or none can be told.
@@ -254,6 +278,17 @@ class PosixStorage:
             _fail(error, path, "cannot check")
         if size != nbytes:
             raise WriteError(f"{path} holds {size} bytes after writing {nbytes}", path=path, offset=size)
+
+    def discard_image(self, name: str, token: str) -> None:
+        """See `Storage.discard_image`."""
+        self.delete(name)
+
+    def unfinished(self) -> list[str]:
+        """See `Storage.unfinished`: `list` shows them."""
+        return []
+
+    def abort(self, unfinished: str) -> None:
+        """See `Storage.abort`."""
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         """See `Storage.put`."""
@@ -292,7 +327,7 @@ class PosixStorage:
         if folder:
             self._make_directory(self._path(folder))
         # An NFS client may show a directory as it was half a minute ago, unless it has changed it itself.
-        self.create_image(f"{prefix}{base}.{os.urandom(8).hex()}{_PARTIAL}")
+        self.create_image(f"{prefix}{base}.{os.urandom(8).hex()}{_PARTIAL}", 0)
         for entry in self.list(folder):
             if entry.startswith(f"{base}.") and entry.endswith(_PARTIAL):
                 self.delete(prefix + entry)

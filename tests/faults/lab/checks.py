@@ -85,10 +85,10 @@ def save_again(storage: Storage) -> None:
     storage.prepare()
     claimed = claim(storage, _NEXT_ID)
     name = f"__0_0.distcp.{_NEXT_ID}"
-    storage.create_image(name)
-    image = storage.open_image(name)
+    token = storage.create_image(name, len(_NEXT_DATA))
+    image = storage.open_image(name, token)
     image.write(0, [memoryview(_NEXT_DATA)])
-    image.finish()
+    storage.complete_image(name, token, len(_NEXT_DATA), image.finish())
     nbytes = len(_NEXT_DATA)
     checksums = [checksum(_NEXT_DATA[start : start + size]) for start, size in block_spans(0, nbytes)]
     table = ItemTable(["entry"], [None], [0], [0], [nbytes])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 from collections.abc import Callable, Sequence
 
 from distckpt.errors import WriteError
-from distckpt.storage import StorageSpec, check_name
+from distckpt.storage import Receipt, StorageSpec, check_name
 from faults.lab.disk import Tree
 
 
@@ -18,11 +19,14 @@ class MemoryImage:
         self._tree = tree
         self._path = path
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def write(self, offset: int, buffers: Sequence[memoryview], crc32c: int | None = None) -> None:
         data, piece = self._tree[self._path] or b"", b"".join(buffers)
         self._tree[self._path] = data[:offset].ljust(offset, b"\0") + piece + data[offset + len(piece) :]
 
-    def finish(self) -> None:
+    def finish(self) -> list[Receipt]:
+        return []
+
+    def cancel(self) -> None:
         pass
 
     def close(self) -> None:
@@ -31,6 +35,9 @@ class MemoryImage:
 
 class MemoryStorage:
     """One directory of `tree`, by its path; `tree` is changed."""
+
+    in_flight = 1
+    is_stream = False
 
     def __init__(self, tree: Tree, root: str) -> None:
         self.tree = tree
@@ -41,19 +48,32 @@ class MemoryStorage:
     def prepare(self) -> None:
         self._make_directory(self.root)
 
-    def create_image(self, name: str) -> None:
+    def part_bytes(self, file_bytes: int) -> int:
+        return 0
+
+    def create_image(self, name: str, nbytes: int) -> str:
         if self._path(name) in self.tree:
             raise WriteError("it exists already", errno=errno.EEXIST, path=name)
         self._add(self._path(name), b"")
+        return ""
 
-    def open_image(self, name: str) -> MemoryImage:
+    def open_image(self, name: str, token: str) -> MemoryImage:
         if self.tree.get(self._path(name)) is None:
             raise WriteError("no such file", errno=errno.ENOENT, path=name)
         return MemoryImage(self.tree, self._path(name))
 
-    def check_image(self, name: str, nbytes: int) -> None:
+    def complete_image(self, name: str, token: str, nbytes: int, receipts: Sequence[Receipt]) -> None:
         if self.list().get(name) != nbytes:
             raise WriteError("another size", path=name)
+
+    def discard_image(self, name: str, token: str) -> None:
+        self.delete(name)
+
+    def unfinished(self) -> builtins.list[str]:
+        return []
+
+    def abort(self, unfinished: str) -> None:
+        pass
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         path = self._path(name)

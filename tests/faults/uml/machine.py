@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from faults.programs import Done
@@ -16,19 +17,26 @@ from faults.programs import Done
 _HERE = Path(__file__).parent
 _MODULES = Path("/usr/lib/uml/modules")
 _TOOLS = ("linux.uml", "dmsetup", "modprobe", "mkfs.ext4", "cc")
+NFS_TOOLS = ("mount.nfs", "rpc.nfsd", "rpc.mountd", "rpcbind", "exportfs", "tc")
+"""What nfs.py needs beside: nfs-kernel-server, rpcbind and iproute2."""
 
 
-def why_not() -> str | None:
-    """Say what is missing to start one, or None."""
+def why_not(*tools: str) -> str | None:
+    """Say what is missing to start one in which there are `tools`, or None."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    missing = [tool for tool in _TOOLS if shutil.which(tool, path=path) is None]
+    missing = [tool for tool in (*_TOOLS, *tools) if shutil.which(tool, path=path) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     return None if any(_MODULES.glob("*/kernel")) else f"no kernel modules in {_MODULES}"
 
 
 def run(
-    program: Path, *arguments: object, folder: Path, timeout_s: float, disk_bytes: int = 96 << 20
+    program: Path,
+    *arguments: object,
+    folder: Path,
+    timeout_s: float,
+    disk_bytes: int = 96 << 20,
+    memory_mib: int = 1500,
 ) -> Done:
     """Run a Python program as root of a virtual machine with one empty disk, /dev/ubda.
 
@@ -38,6 +46,7 @@ def run(
         folder: Empty; holds the disk, and is /run/job in there.
         timeout_s: Seconds until the machine is switched off.
         disk_bytes: Size of the disk.
+        memory_mib: Size of its memory, which the host gives page by page.
     """
     shim, disk = folder / "xstate.so", folder / "disk"
     subprocess.run(
@@ -57,8 +66,8 @@ def run(
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
     (folder / "job.sh").write_text(f"{exports}exec {shlex.join(map(str, words))}\n")
     command = [
-        "linux.uml", "mem=1500M", f"ubd0={disk}", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro",
-        f"init={_HERE / 'init.sh'}", "con=null", "con0=null,fd:1", "con1=null", "quiet", "loglevel=4",
+        "linux.uml", f"mem={memory_mib}M", f"ubd0={disk}", "root=/dev/root", "rootfstype=hostfs",
+        "rootflags=/", "ro", f"init={_HERE / 'init.sh'}", "con=null", "con0=null,fd:1", "con1=null", "quiet", "loglevel=4",
         f"umid=faults{os.getpid()}", f"uml_dir={folder}/", f"faultjob={folder}",
     ]  # fmt: skip
     console = folder / "console"

@@ -1,0 +1,282 @@
+"""A storage whose calls end in time: a file system that is gone may keep a system call for ever.
+
+On an NFS mount that is `hard`, as most are, no call returns while the server is away, and no signal but
+SIGKILL ends it. Whoever asks must be able to go on.
+
+Invariants:
+    * Every call returns or raises within its timeout, but those that only open (`open_image`: lanes have
+      deadlines of their own) or only compute (`part_bytes`).
+    * Of a call that was given up, no last check passes.
+    * Threads that are stuck hold up neither the next call nor the end of the process, and they are few.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distckpt.errors import WriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from distckpt.storage import ImageFile, Receipt, Storage
+
+_T = TypeVar("_T")
+_MOST_STUCK = 4
+"""Calls that never returned below one directory, after which the next one is not even tried."""
+_IDLE_S = 1.0
+"""A thread without work ends after this."""
+
+_here = threading.local()
+_idle: deque[_Runner] = deque()
+"""Threads without work, for the next call to any storage."""
+_stuck: dict[_Call, tuple[int, str]] = {}
+"""Calls that were given up and have not returned: in which process, and below which directory."""
+
+
+class Bounded:
+    """Another storage, each call of which is given up after a while.
+
+    A call that was given up goes on, on a thread that is left behind, and may still succeed. That does no
+    harm:
+
+    * The names of a save are its own, so a file that appears late is one that no checkpoint names; the next
+      save sweeps it. The same holds for what a late removal removes.
+    * The owner record of a save that gave up may appear late, and so does what `revoke` does: a save that has
+      claimed the directory since is then refused by its last check, with an error. It is not overwritten.
+    * A late `put` of the metadata whose last check has not passed by then is refused there. If it has, the
+      rename may happen late: the save was reported as failed, and its checkpoint is complete and valid.
+
+    Any number of threads may call, as far as the other storage permits.
+
+    Args:
+        storage: The other one.
+        timeout_s: Seconds until a call of it is given up.
+    """
+
+    def __init__(self, storage: Storage, timeout_s: float) -> None:
+        self.url = storage.url
+        self.spec = storage.spec
+        self.in_flight = storage.in_flight
+        self.is_stream = storage.is_stream
+        self._storage = storage
+        self._timeout_s = timeout_s
+        self._above = storage.url.rstrip("/").rpartition("/")[0]
+
+    def part_bytes(self, file_bytes: int) -> int:
+        """See `Storage.part_bytes`."""
+        return self._storage.part_bytes(file_bytes)
+
+    def prepare(self) -> None:
+        """See `Storage.prepare`."""
+        self._call("make directory", "", self._storage.prepare)
+
+    def create_image(self, name: str, nbytes: int) -> str:
+        """See `Storage.create_image`."""
+        return self._call("create", name, self._storage.create_image, name, nbytes)
+
+    def open_image(self, name: str, token: str) -> ImageFile:
+        """See `Storage.open_image`; waits as long as it takes."""
+        return self._storage.open_image(name, token)
+
+    def complete_image(self, name: str, token: str, nbytes: int, receipts: Sequence[Receipt]) -> None:
+        """See `Storage.complete_image`."""
+        self._call("complete", name, self._storage.complete_image, name, token, nbytes, receipts)
+
+    def discard_image(self, name: str, token: str) -> None:
+        """See `Storage.discard_image`."""
+        self._call("discard", name, self._storage.discard_image, name, token)
+
+    def unfinished(self) -> list[str]:
+        """See `Storage.unfinished`."""
+        return self._call("list the unfinished files of", "", self._storage.unfinished)
+
+    def abort(self, unfinished: str) -> None:
+        """See `Storage.abort`."""
+        self._call("give up an unfinished file of", "", self._storage.abort, unfinished)
+
+    def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
+        """See `Storage.put`."""
+        self._call("write", name, self._storage.put, name, data, last_check=last_check)
+
+    def revoke(self, name: str) -> None:
+        """See `Storage.revoke`."""
+        self._call("revoke", name, self._storage.revoke, name)
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
+        """See `Storage.read`."""
+        return self._call("read", name, self._storage.read, name, offset, nbytes)
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """See `Storage.list`."""
+        return self._call("list", prefix, self._storage.list, prefix)
+
+    def delete(self, name: str) -> None:
+        """See `Storage.delete`."""
+        self._call("remove", name, self._storage.delete, name)
+
+    def last_change(self) -> float | None:
+        """See `Storage.last_change`."""
+        return self._call("look for the last change in", "", self._storage.last_change)
+
+    def remove_directory(self) -> bool:
+        """See `Storage.remove_directory`."""
+        return self._call("remove", "", self._storage.remove_directory)
+
+    def _call(
+        self,
+        doing: str,
+        name: str,
+        function: Callable[..., _T],
+        *args: Any,
+        last_check: Callable[[], None] | None = None,
+    ) -> _T:
+        """Return what `function(*args)` returns, unless that takes too long.
+
+        Args:
+            doing: What it does, and
+            name: to which file: for the error.
+            function: The call.
+            *args: Its arguments.
+            last_check: One more, if it is not None.
+
+        Raises:
+            WriteError: It took too long, with `errno.ETIMEDOUT`; or too many before it still do.
+        """
+        where = f"{self.url.rstrip('/')}/{name}" if name else self.url
+        call = _Call(function, args)
+        if last_check is not None:
+            call.args += (lambda: call.check(last_check, where),)
+        if getattr(_here, "is_runner", False):
+            # A last check asks its own storage: that call is part of one that has a deadline.
+            return call.run_here()  # type: ignore[no-any-return]
+        if list(_stuck.values()).count((os.getpid(), self._above)) >= _MOST_STUCK:
+            raise WriteError(
+                f"cannot {doing} {where}: not tried, {_MOST_STUCK} calls before it have not "
+                f"returned: the storage does not answer [ETIMEDOUT]",
+                errno=errno.ETIMEDOUT,
+                path=where,
+            )
+        runner = self._take_runner()
+        if runner is None:
+            return call.run_here()  # type: ignore[no-any-return]
+        runner.calls.put(call)
+        try:
+            succeeded, result = call.reply.get(timeout=self._timeout_s)
+        except BaseException as error:
+            # The order matters, for the runner replies first and takes the call out afterwards.
+            _stuck[call] = (os.getpid(), self._above)
+            call.is_given_up = True
+            runner.calls.put(None)
+            if not isinstance(error, Empty):
+                raise
+            try:
+                succeeded, result = call.reply.get_nowait()
+            except Empty:
+                raise WriteError(
+                    f"cannot {doing} {where}: no answer within {self._timeout_s:g} s [ETIMEDOUT]",
+                    errno=errno.ETIMEDOUT,
+                    path=where,
+                ) from None
+            _stuck.pop(call, None)
+        else:
+            _idle.append(runner)
+        if succeeded:
+            return result  # type: ignore[no-any-return]
+        try:
+            raise result
+        finally:
+            # The traceback holds this frame.
+            del result
+
+    def _take_runner(self) -> _Runner | None:
+        """Return a thread without work; None where none can be had, as when the interpreter ends."""
+        while _idle:
+            try:
+                runner = _idle.pop()
+            except IndexError:
+                break
+            # Threads are not there any more in a process that was forked.
+            if runner.pid == os.getpid():
+                return runner
+        runner = _Runner()
+        try:
+            threading.Thread(target=runner.run, name="distckpt-storage", daemon=True).start()
+        except RuntimeError:
+            return None
+        return runner
+
+
+class _Call:
+    """One call, and what becomes of it."""
+
+    __slots__ = ("args", "function", "is_given_up", "reply")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = args
+        self.is_given_up = False
+        self.reply: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+
+    def run(self) -> None:
+        reply: tuple[bool, Any]
+        try:
+            reply = True, self.run_here()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the call was made
+            reply = False, error
+        self.reply.put(reply)
+        _stuck.pop(self, None)
+
+    def run_here(self) -> Any:
+        # The arguments are to be gone with the call, and its last check refers to it.
+        args, self.args = self.args, ()
+        return self.function(*args)
+
+    def check(self, last_check: Callable[[], None], where: str) -> None:
+        """Let `last_check` decide, unless nobody waits for the call any more.
+
+        Raises:
+            WriteError: Nobody does.
+        """
+        self._refuse_late(where)
+        last_check()
+        self._refuse_late(where)
+
+    def _refuse_late(self, where: str) -> None:
+        if self.is_given_up:
+            raise WriteError(
+                f"cannot write {where}: it was given up before [ETIMEDOUT]", errno=errno.ETIMEDOUT, path=where
+            )
+
+
+class _Runner:
+    """A thread and what it is to do."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
+
+    def run(self) -> None:
+        _here.is_runner = True
+        while True:
+            try:
+                call = self.calls.get(timeout=_IDLE_S)
+            except Empty:
+                try:
+                    _idle.remove(self)
+                except ValueError:
+                    # Somebody has taken it, or is about to give it back.
+                    continue
+                return
+            if call is None:
+                return
+            call.run()
+            # What it was given must not outlive it.
+            del call

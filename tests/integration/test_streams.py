@@ -1,0 +1,326 @@
+"""Checkpoints as streams of fsspec, against real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from distckpt import StorageReader, StorageWriter
+from distckpt.errors import WriteError
+from distckpt.storage import Storage, open_storage, reopen_storage
+from distckpt.storage.contract import StorageContract
+from distckpt.storage.streams import open_fsspec
+from servers import FaultProxy, S3Server
+
+MIB = 1 << 20
+CLIENTS = ["s3fs", "obstore"]
+
+
+def open_s3(server: S3Server | FaultProxy, url: str, client: str, **options: Any) -> Storage:
+    return open_fsspec(url, {**server.options, "s3_client": client, **options})
+
+
+class TestS3fs(StorageContract):
+    can_revoke = False
+
+    @pytest.fixture
+    def storage(self, s3_server: S3Server, s3_url: str) -> Storage:
+        return open_s3(s3_server, f"{s3_url}/some/checkpoint", "s3fs")
+
+
+@pytest.fixture(scope="session")
+def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an SFTP server, `user:password@host:port`."""
+    asyncssh = pytest.importorskip("asyncssh")
+    pytest.importorskip("paramiko")
+    folder = tmp_path_factory.mktemp("sftp")
+    (folder / "home").mkdir()
+    loop = asyncio.new_event_loop()
+
+    class Server(asyncssh.SSHServer):  # type: ignore[misc, name-defined]
+        def begin_auth(self, username: str) -> bool:
+            return True
+
+        def password_auth_supported(self) -> bool:
+            return True
+
+        def validate_password(self, username: str, password: str) -> bool:
+            return (username, password) == ("user", "secret")
+
+    async def listen() -> Any:
+        return await asyncssh.listen(
+            "127.0.0.1",
+            0,
+            server_factory=Server,
+            server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")],
+            sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=str(folder)),
+        )
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(listen(), loop).result(10)
+    yield f"user:secret@127.0.0.1:{server.get_port()}"
+    loop.call_soon_threadsafe(server.close)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+
+
+class TestSftp(StorageContract):
+    """Its `put` renames, hence the fence."""
+
+    @pytest.fixture
+    def storage(self, sftp_server: str) -> Storage:
+        return open_storage(f"sftp://{sftp_server}/home/{uuid.uuid4().hex}/checkpoint")
+
+    def test_no_message_holds_the_password(self, storage: Storage) -> None:
+        assert "secret" not in storage.url
+        storage.prepare()
+        with pytest.raises(WriteError) as caught:
+            storage.complete_image("image", "3", 3, [])
+        assert "secret" not in str(caught.value)
+        assert caught.value.errno == errno.ENOENT
+
+
+class TestObstore(StorageContract):
+    can_revoke = False
+    keeps_no_rests = False
+
+    @pytest.fixture
+    def storage(self, s3_server: S3Server, s3_url: str) -> Storage:
+        return open_s3(s3_server, f"{s3_url}/some/checkpoint", "obstore")
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "model": {f"layer-{number}": torch.randn(500, 700) for number in range(6)},
+        "step": 17,
+        "names": ["a", "b"],
+    }
+
+
+def zeros() -> dict[str, Any]:
+    return {
+        "model": {f"layer-{number}": torch.zeros(500, 700) for number in range(6)},
+        "step": 0,
+        "names": [],
+    }
+
+
+def round_trip(url: str, options: dict[str, Any], workers: int) -> None:
+    for seed in range(2):
+        with StorageWriter(url, storage_options=options, dist_ckpt_workers=workers) as writer:
+            state_dict_saver.save(state(seed), storage_writer=writer, no_dist=True)
+        loaded = zeros()
+        state_dict_loader.load(
+            loaded, storage_reader=StorageReader(url, storage_options=options), no_dist=True
+        )
+        expected = state(seed)
+        assert (loaded["step"], loaded["names"]) == (17, ["a", "b"])
+        for name, tensor in expected["model"].items():
+            assert torch.equal(loaded["model"][name], tensor), name
+
+
+def test_a_checkpoint_is_saved_to_memory_and_loaded() -> None:
+    round_trip(f"memory://{uuid.uuid4().hex}/checkpoint", {}, 1)
+
+
+def test_workers_have_no_memory_in_common() -> None:
+    url = f"memory://{uuid.uuid4().hex}/checkpoint"
+    with (
+        StorageWriter(url, dist_ckpt_workers=2) as writer,
+        pytest.raises(CheckpointException, match="dist-ckpt-workers 1"),
+    ):
+        state_dict_saver.save(state(), storage_writer=writer, no_dist=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_checkpoint_is_saved_to_s3_and_loaded(
+    s3_server: S3Server, s3_url: str, client: str, workers: int
+) -> None:
+    url = f"{s3_url}/größe 1"
+    round_trip(url, {**s3_server.options, "s3_client": client}, workers)
+    keys = s3_server.keys(url)
+    assert keys[".metadata"] > 0
+    assert s3_server.unfinished_uploads(s3_url) == []
+    names = open_s3(s3_server, url, client).list()
+    assert {name: size for name, size in keys.items() if "/" not in name} == {
+        name: size for name, size in names.items() if not name.endswith("/")
+    }
+
+
+@pytest.mark.parametrize("nbytes", [0, 3 * MIB, 20 * MIB])
+def test_what_is_closed_and_not_finished_never_appears(
+    s3_server: S3Server, s3_url: str, client: str, nbytes: int
+) -> None:
+    storage = open_s3(s3_server, s3_url, client)
+    token = storage.create_image("image", 40 * MIB)
+    image = storage.open_image("image", token)
+    if nbytes:
+        image.write(0, [memoryview(bytes(nbytes))])
+    image.close()
+    del image
+    gc.collect()
+    assert s3_server.keys(s3_url) == {}
+    if client == "s3fs":
+        assert s3_server.unfinished_uploads(s3_url) == []
+
+
+def test_nothing_appears_before_it_is_finished(s3_server: S3Server, s3_url: str, client: str) -> None:
+    storage = open_s3(s3_server, s3_url, client)
+    data = os.urandom(20 * MIB)
+    image = storage.open_image("image", storage.create_image("image", len(data)))
+    image.write(0, [memoryview(data)])
+    assert s3_server.keys(s3_url) == {}
+    image.finish()
+    assert s3_server.keys(s3_url) == {"image": len(data)}
+    assert s3_server.unfinished_uploads(s3_url) == []
+
+
+def test_uploads_of_a_process_that_died_are_found_and_given_up(s3_server: S3Server, s3_url: str) -> None:
+    storage = open_s3(s3_server, s3_url, "s3fs")
+    bucket, prefix = s3_server.bucket, s3_url.rpartition("/")[2]
+    for key in ("one", "folder/two?x", "three"):
+        s3_server.client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/{key}")
+    s3_server.client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}0/beside")
+    found = storage.unfinished()
+    assert [name.rpartition("?")[0] for name in sorted(found)] == ["folder/two?x", "one", "three"]
+    storage.discard_image("three", storage.create_image("three", 1))
+    assert sorted(s3_server.unfinished_uploads(s3_url)) == ["folder/two?x", "one"]
+    for name in found:
+        storage.abort(name)
+    assert s3_server.unfinished_uploads(s3_url) == []
+    assert s3_server.unfinished_uploads(f"{s3_url}0") == ["beside"]
+
+
+def test_what_others_have_done_is_seen(s3_server: S3Server, s3_url: str, client: str) -> None:
+    storage = open_s3(s3_server, s3_url, client)
+    storage.put("file", b"old")
+    assert storage.list() == {"file": 3}
+    prefix = s3_url.rpartition("/")[2]
+    s3_server.client.put_object(Bucket=s3_server.bucket, Key=f"{prefix}/file", Body=b"newer")
+    s3_server.client.put_object(Bucket=s3_server.bucket, Key=f"{prefix}/other", Body=b"")
+    assert storage.list() == {"file": 5, "other": 0}
+    data = storage.read("file", 1, 100)
+    assert data is not None
+    assert bytes(data) == b"ewer"
+    with pytest.raises(WriteError, match="holds 5 bytes after writing 3"):
+        storage.complete_image("file", "3", 3, [])
+    s3_server.client.delete_object(Bucket=s3_server.bucket, Key=f"{prefix}/file")
+    assert storage.read("file") is None
+    assert storage.list() == {"other": 0}
+
+
+def test_no_bucket_is_made(s3_server: S3Server, client: str) -> None:
+    bucket = f"absent-{uuid.uuid4().hex[:8]}"
+    storage = open_s3(s3_server, f"s3://{bucket}/some/checkpoint", client)
+    storage.prepare()
+    buckets = s3_server.client.list_buckets()["Buckets"]
+    assert bucket not in {entry["Name"] for entry in buckets}
+
+
+def test_a_secret_that_is_wrong_is_an_error(s3_server: S3Server, s3_url: str, client: str) -> None:
+    storage = open_s3(s3_server, s3_url, client, secret="another secret")
+    with pytest.raises(WriteError) as caught:
+        storage.put("file", b"data")
+    assert caught.value.errno == errno.EACCES
+    assert caught.value.path == f"{s3_url}/file"
+    assert "another secret" not in str(caught.value)
+
+
+def test_an_upload_that_cannot_be_completed_is_an_error(
+    fault_proxy: FaultProxy, s3_server: S3Server, s3_url: str
+) -> None:
+    storage = open_s3(fault_proxy, s3_url, "s3fs")
+    data = bytes(20 * MIB)
+    image = storage.open_image("image", storage.create_image("image", len(data)))
+    image.write(0, [memoryview(data)])
+    fault_proxy.set_rules({"op": "CompleteMultipartUpload", "status": 403, "code": "AccessDenied"})
+    with pytest.raises(WriteError) as caught:
+        image.finish()
+    assert (caught.value.errno, caught.value.offset) == (errno.EACCES, len(data))
+    assert fault_proxy.faults() == 1
+    image.close()
+    assert s3_server.keys(s3_url) == {}
+    assert s3_server.unfinished_uploads(s3_url) == []
+
+
+def test_a_part_that_is_refused_is_an_error(
+    fault_proxy: FaultProxy, s3_server: S3Server, s3_url: str
+) -> None:
+    storage = open_s3(fault_proxy, s3_url, "s3fs")
+    fault_proxy.set_rules({"op": "UploadPart", "status": 403, "code": "AccessDenied"})
+    image = storage.open_image("image", storage.create_image("image", 40 * MIB))
+    with pytest.raises(WriteError) as caught:
+        image.write(0, [memoryview(bytes(20 * MIB))])
+    assert (caught.value.errno, caught.value.offset) == (errno.EACCES, 0)
+    image.close()
+    assert s3_server.keys(s3_url) == {}
+    assert s3_server.unfinished_uploads(s3_url) == []
+
+
+def test_a_server_that_is_away_is_an_error(s3_url: str, client: str) -> None:
+    options: dict[str, Any] = {
+        "endpoint_url": "http://127.0.0.1:9",
+        "key": "k",
+        "secret": "s",
+        "s3_client": client,
+    }
+    if client == "s3fs":
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "connect_timeout": 1}
+    storage = open_fsspec(s3_url, options)
+    with pytest.raises(WriteError) as caught:
+        storage.read("file")
+    assert caught.value.errno in {errno.ECONNREFUSED, errno.EIO}
+
+
+def test_what_may_not_be_listed_is_not_missed(fault_proxy: FaultProxy, s3_url: str) -> None:
+    storage = open_s3(fault_proxy, s3_url, "s3fs")
+    fault_proxy.set_rules({"op": "ListMultipartUploads", "status": 403, "code": "AccessDenied"})
+    assert storage.unfinished() == []
+    assert fault_proxy.faults() == 1
+    fault_proxy.set_rules({"op": "ListMultipartUploads", "status": 400, "code": "InvalidRequest"})
+    with pytest.raises(WriteError):
+        storage.unfinished()
+
+
+def test_a_write_that_is_cancelled_goes_no_further(s3_server: S3Server, s3_url: str, client: str) -> None:
+    storage = open_s3(s3_server, s3_url, client)
+    image = storage.open_image("image", storage.create_image("image", 10))
+    image.write(0, [memoryview(b"abc")])
+    image.cancel()
+    with pytest.raises(WriteError) as caught:
+        image.write(3, [memoryview(b"def")])
+    assert caught.value.errno == errno.ECANCELED
+    image.close()
+    with pytest.raises(WriteError):
+        image.write(3, [memoryview(b"def")])
+
+
+def test_the_options_go_to_obstore_by_its_own_names(s3_server: S3Server, s3_url: str) -> None:
+    options = s3_server.options
+    within = {
+        "region_name": "us-east-1",
+        "endpoint_url": options["endpoint_url"],
+        "aws_access_key_id": options["key"],
+        "aws_secret_access_key": options["secret"],
+    }
+    storage = open_fsspec(s3_url, {"s3_client": "obstore", "client_kwargs": within})
+    reopen_storage(storage.spec).put("file", b"data")
+    assert s3_server.keys(s3_url) == {"file": 4}
