@@ -13,6 +13,7 @@ from typing import Any
 
 import checksum
 import large
+import object_store
 import planning
 import small
 import stall
@@ -26,6 +27,7 @@ THEMES: dict[str, Callable[..., Outcome]] = {
     "async": stall.run,
     "planning": planning.run,
     "checksum": checksum.run,
+    "s3": object_store.run,
 }
 
 
@@ -42,7 +44,11 @@ def main() -> None:
         # Looking through all that torch has imported before each sample takes most of the time.
         gc.freeze()
     disk = arguments.disk or default_disk()
-    for theme in arguments.only or THEMES:
+    themes = arguments.only or list(THEMES)
+    if arguments.only is None and (reason := object_store.missing()):
+        themes.remove("s3")
+        print(f"s3 is left out: {reason}", end="\n\n")
+    for theme in themes:
         record = {"theme": theme, **describe({"smoke": arguments.smoke})}
         outcome = THEMES[theme](disk, smoke=arguments.smoke)
         record["config"] |= outcome.config

@@ -2,9 +2,11 @@
 
     python docs/examples/own_storage.py
 
-Everything that distckpt asks of a storage is in the class `SqliteStorage`: see docs/storages.md for what each part
-must keep. The program saves a state to such a URL, loads it again, and compares the two.
+All that distckpt asks of a storage is in the class `SqliteStorage`; docs/storages.md says what it must
+keep. The program saves a state to such a URL, loads it again, and compares the two.
 """
+
+# ruff: noqa: D102 - distckpt.storage.Storage says what each method does
 
 from __future__ import annotations
 
@@ -12,18 +14,16 @@ import contextlib
 import errno
 import sqlite3
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-
-from distckpt import StorageReader, StorageWriter, WriteError
+from distckpt import WriteError
 from distckpt.storage import check_name, register_storage
 
 TABLE = "create table if not exists files (name text primary key, data blob not null, time real not null)"
-PUT = "insert or replace into files values (?, ?, unixepoch('subsec'))"
+PUT = "insert or replace into files values (?, ?, ?)"
 
 
 class SqliteImage:
@@ -101,7 +101,7 @@ class SqliteStorage:
         if last_check is not None:
             last_check()
         with self.transaction(name) as connection:
-            connection.execute(PUT, (f"{self.root}/{name}", data))
+            connection.execute(PUT, (f"{self.root}/{name}", data, time.time()))
 
     def revoke(self, name: str) -> None: ...  # Cannot be done: a late put replaces what its successor wrote.
 
@@ -147,7 +147,13 @@ def main() -> None:
     Raises:
         SystemExit: What was loaded is not what was saved.
     """
-    # A worker imports the factory by this name: a module, which the main script is not to it.
+    # Here and not above: the workers import this module, and do well without torch.
+    import torch
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    from distckpt import StorageReader, StorageWriter
+
+    # The name by which a worker imports the factory: not __main__, which is another module there.
     register_storage("sqlite", "own_storage:SqliteStorage")
     state = {"weight": torch.randn(1000, 100), "step": 17}
     loaded = {"weight": torch.zeros(1000, 100), "step": 0}

@@ -146,7 +146,8 @@ def open_job(s3_server: S3Server, fault_proxy: FaultProxy) -> Iterator[OpenJob]:
         attempts: int = 9,
         **options: Any,
     ) -> Job:
-        url = url or s3_server.new_prefix()
+        # Calls that are stuck in one job hold up what lies beside it.
+        url = url or f"{s3_server.new_prefix()}/job"
         settings: dict[str, Any] = {
             "dist_ckpt_workers": workers,
             "distributed_timeout_minutes": timeout_s / 60,
@@ -200,7 +201,7 @@ def test_a_fault_without_end_is_named_and_changes_nothing(
     open_job: OpenJob, s3_server: S3Server, fault_proxy: FaultProxy, fault: str, how: str, workers: int
 ) -> None:
     rule, numbers, code = FATAL[fault]
-    jobs = [open_job(how, workers, timeout_s=2 * DEADLINE_S, attempts=3) for _ in range(2)]
+    jobs = [open_job(how, workers, timeout_s=2 * DEADLINE_S, attempts=2) for _ in range(2)]
     job, fresh = jobs
     job.save(OLD)
     before = s3_server.keys(job.url)
@@ -220,6 +221,7 @@ def test_a_fault_without_end_is_named_and_changes_nothing(
         assert error.path in str(error)
         assert code in str(error)
     assert fault_proxy.faults() > 0, "nothing failed"
+    wait_until(lambda: "distckpt-storage" not in remains(), GRACE_S, "calls that were given up end")
     assert before.items() <= s3_server.keys(job.url).items()
     assert same(load(job.url, s3_server.options, OLD), OLD)
     assert ".metadata" not in s3_server.keys(fresh.url)
@@ -228,10 +230,17 @@ def test_a_fault_without_end_is_named_and_changes_nothing(
         check_next(s3_server, one)
 
 
+def remains() -> list[str]:
+    """Return the threads of distckpt, and its memory, that this process has."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("distckpt")]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return threads + [line for line in maps if "/memfd:distckpt" in line]
+
+
 def save_in_a_thread(thread: ThreadPoolExecutor, job: Job, proxy: FaultProxy, state: dict[str, Any]) -> Any:
     """Begin a save over a slow link; returns its future, with some of its parts sent and others not."""
     proxy.reset()
-    proxy.set_rules(FILE | {"bandwidth": 16 * MIB})
+    proxy.set_rules(FILE | {"bandwidth": 24 * MIB})
     saving = thread.submit(job.save, state)
     wait_until(lambda: proxy.count(UPLOAD) or saving.done(), 10, "a part has arrived")
     assert not saving.done()
@@ -259,7 +268,7 @@ def test_a_server_that_is_killed_and_comes_back(
 def test_a_server_that_is_killed_and_stays_away(
     open_job: OpenJob, s3_server: S3Server, fault_proxy: FaultProxy, workers: int
 ) -> None:
-    job = open_job("async", workers, timeout_s=DEADLINE_S)
+    job = open_job("async", workers, timeout_s=2 * DEADLINE_S, attempts=2)
     job.save(OLD)
     with ThreadPoolExecutor(1) as thread:
         saving = save_in_a_thread(thread, job, fault_proxy, NEW[workers])
@@ -267,22 +276,17 @@ def test_a_server_that_is_killed_and_stays_away(
         s3_server.kill()
         try:
             error = error_of(lambda: saving.result(timeout=40))
-            assert time.monotonic() - started < DEADLINE_S + GRACE_S
+            assert time.monotonic() - started < 2 * DEADLINE_S + GRACE_S
         finally:
             s3_server.start()
     assert isinstance(error, WriteError), repr(error)
     assert error.path is not None
     assert error.path.startswith(f"{job.url}/"), error.path
+    # While a call that was given up goes on, others may be refused.
+    wait_until(lambda: "distckpt-storage" not in remains(), GRACE_S, "calls that were given up end")
     assert same(load(job.url, s3_server.options, OLD), OLD)
     fault_proxy.set_rules()
     check_next(s3_server, job)
-
-
-def remains() -> list[str]:
-    """Return the threads of distckpt, and its memory, that this process has."""
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("distckpt")]
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return threads + [line for line in maps if "/memfd:distckpt" in line]
 
 
 def meet_a_server_that_stalls(
@@ -292,7 +296,6 @@ def meet_a_server_that_stalls(
     writer = StorageWriter(
         dist_ckpt_workers=workers, distributed_timeout_minutes=DEADLINE_S / 60, storage_options=options
     )
-    save(writer, url, OLD)
     stalled = threading.Event()
 
     def stall(_: object) -> None:
@@ -312,11 +315,10 @@ def meet_a_server_that_stalls(
     assert error.path is not None
     assert error.path.startswith(url), error.path
     say("failed after", time.monotonic() - started)
-    # What is in the way already does not pile up.
-    for _ in range(2):
-        error_of(lambda: save(writer, url, OLD))
-        say("failed after", time.monotonic() - started)
     if leave == "closed":
+        # What is in the way already does not pile up.
+        error_of(lambda: save(writer, url, OLD))
+        say("failed again after", time.monotonic() - started)
         writer.close()
         say("closed after", time.monotonic() - started)
         say("remains within", wait_until(lambda: not remains(), GRACE_S, f"all is given back: {remains()}"))
@@ -331,14 +333,15 @@ def meet_a_server_that_stalls(
         (1, "files.written", "at once"),
         (2, "parts.pushed", "at once"),
         (1, "parts.pushed", "with the save in flight"),
-        (2, "parts.pushed", "with the save in flight"),
     ],
 )
 def test_a_server_that_stalls_for_ever(
     programs: Programs, s3_server: S3Server, s3_url: str, workers: int, event: str, leave: str
 ) -> None:
     assert s3_server.process is not None
-    server, options = s3_server.process.pid, settings_of(s3_server.options, 3)
+    server, options = s3_server.process.pid, settings_of(s3_server.options, 2)
+    with StorageWriter(storage_options=s3_server.options) as writer:
+        save(writer, s3_url, OLD)
     try:
         done = programs.run(meet_a_server_that_stalls, s3_url, options, server, workers, event, leave)
         ended = time.monotonic()
@@ -387,15 +390,6 @@ def test_no_entry_is_told_before_anything_is_sent(
     assert fault_proxy.count(UPLOAD) == 0
 
 
-def test_a_slow_link_is_no_fault(open_job: OpenJob, s3_server: S3Server, fault_proxy: FaultProxy) -> None:
-    job = open_job("async", 2, timeout_s=DEADLINE_S)
-    fault_proxy.set_rules(FILE | {"bandwidth": 9 * MIB})
-    started = time.monotonic()
-    job.save(NEW[2])
-    assert time.monotonic() - started > DEADLINE_S, "not slow enough for this test"
-    assert same(load(job.url, s3_server.options, NEW[2]), NEW[2])
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """Runs functions on worlds of gloo ranks."""
@@ -404,12 +398,12 @@ def ranks() -> Iterator[Ranks]:
     world.close()
 
 
-def states_of(world: int) -> list[dict[str, Any]]:
-    """Return what each rank saves."""
-    return [{f"rank{rank}": state_of(rank, 20 * MIB)} for rank in range(world)]
+def states_of(bad: int) -> list[dict[str, Any]]:
+    """Return what each rank saves; the files of `bad` have several parts."""
+    return [{f"rank{rank}": state_of(rank, 36 * MIB if rank == bad else 4 * MIB)} for rank in range(WORLD)]
 
 
-def save_on_rank(how: str, url: str, options: list[dict[str, Any]]) -> str:
+def save_on_rank(how: str, url: str, options: list[dict[str, Any]], bad: int) -> str:
     """Rank function: save; each rank has its own way to the server."""
     rank = distributed.get_rank()
     settings: dict[str, Any] = {
@@ -417,7 +411,7 @@ def save_on_rank(how: str, url: str, options: list[dict[str, Any]]) -> str:
         "distributed_timeout_minutes": PATIENCE_S / 60,
         "storage_options": settings_of(options[rank]),
     }
-    state = states_of(distributed.get_world_size())[rank]
+    state = states_of(bad)[rank]
     if how == "checkpointer":
         with Checkpointer(url, **settings) as checkpointer:
             return checkpointer.save(0, state).result(30)
@@ -445,13 +439,15 @@ def test_one_rank_of_four_whose_way_to_the_server_is_bad(
 ) -> None:
     fault_proxy.set_rules(rule | {"port": bad})
     options = [fault_proxy.options_of(rank) for rank in range(WORLD)]
-    [url, *others] = ranks.run(WORLD, save_on_rank, how=how, url=s3_server.new_prefix(), options=options)
+    [url, *others] = ranks.run(
+        WORLD, save_on_rank, how=how, url=s3_server.new_prefix(), options=options, bad=bad
+    )
     assert others == [url] * (WORLD - 1)
     assert fault_proxy.faults() > 0, "nothing failed"
     assert {request.port for request in fault_proxy.requests() if ".distcp" in request.path} == set(
         range(WORLD)
     )
-    expected = {name: state for part in states_of(WORLD) for name, state in part.items()}
+    expected = {name: state for part in states_of(bad) for name, state in part.items()}
     loaded = {name: empty_like(state) for name, state in expected.items()}
     state_dict_loader.load(loaded, storage_reader=StorageReader(url, storage_options=s3_server.options))
     assert all(same(loaded[name], state) for name, state in expected.items())

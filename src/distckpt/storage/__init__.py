@@ -136,7 +136,10 @@ class Storage(Protocol):
         """Give up a file that was begun, completed or not; none of it is left once no lane writes to it."""
 
     def unfinished(self) -> list[str]:
-        """Return files that saves began and neither completed nor discarded, if `list` does not show them."""
+        """Return files that saves began and neither completed nor discarded, if `list` does not show them.
+
+        Those directly in the checkpoint's directory: what lies below may be another checkpoint.
+        """
 
     def abort(self, unfinished: str) -> None:
         """Give up what `unfinished` returned; if it is gone, that is no error."""
@@ -251,7 +254,7 @@ def open_storage(
     Args:
         url: A path, or a URL that `register_storage` was told of or fsspec resolves. A `pathlib` path is
             always local.
-        options: Storage options, passed to fsspec as they are.
+        options: Storage options, passed to fsspec as they are; but for `s3_client`, which is ours.
         timeout_s: Seconds after which any call is given up, whatever it waits for; None: never.
 
     Returns:

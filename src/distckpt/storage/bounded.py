@@ -69,6 +69,8 @@ class Bounded:
         self._storage = storage
         self._timeout_s = timeout_s
         self._above = storage.url.rstrip("/").rpartition("/")[0]
+        # A call to a server ends by itself, and by then the server may be back.
+        self._may_stick = storage.spec.get("kind") == "posix"
 
     def part_bytes(self, file_bytes: int) -> int:
         """See `Storage.part_bytes`."""
@@ -157,7 +159,7 @@ class Bounded:
         if getattr(_here, "is_runner", False):
             # A last check asks its own storage: that call is part of one that has a deadline.
             return call.run_here()  # type: ignore[no-any-return]
-        if list(_stuck.values()).count((os.getpid(), self._above)) >= _MOST_STUCK:
+        if self._may_stick and list(_stuck.values()).count((os.getpid(), self._above)) >= _MOST_STUCK:
             raise WriteError(
                 f"cannot {doing} {where}: not tried, {_MOST_STUCK} calls before it have not "
                 f"returned: the storage does not answer [ETIMEDOUT]",

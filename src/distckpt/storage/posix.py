@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import stat
 import threading
+import time
 from collections import deque
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from distckpt.errors import WriteError
 from distckpt.storage import check_name
@@ -29,10 +31,15 @@ if TYPE_CHECKING:
 
     from distckpt.storage import Receipt, StorageSpec
 
+_T = TypeVar("_T")
 _MAX_BUFFERS = 1024
 """Source: IOV_MAX, limits.h(0p); Linux accepts 1024 buffers in one call."""
 _MKDIR_ATTEMPTS = 5
 _MKDIR_PAUSE_S = 0.02
+_PASSING = {errno.ESTALE, errno.EAGAIN, errno.EIO}
+"""NFS: another host replaced what was open here, or a `soft` mount lost its server for a moment."""
+_PASSING_S = 1.0
+_PASSING_PAUSES_S = (0.01, 0.05)
 _PAGE_BYTES = 4096
 _DIRECT_BYTES = 1 << 20
 """Below this a write through the page cache is no slower, and the pages are few."""
@@ -162,6 +169,53 @@ class PosixImage:
         return fds
 
 
+def _look(call: Callable[[], _T]) -> _T:
+    """Return what `call` returns, which only looks, and is tried again after an error that may pass.
+
+    Never for what writes or syncs: after a failed fsync the pages are gone, and the next one succeeds.
+
+    Raises:
+        OSError: It did not pass, or took so long that there was no sense in waiting for it again.
+    """
+    started = time.monotonic()
+    for pause_s in _PASSING_PAUSES_S:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in _PASSING or time.monotonic() - started > _PASSING_S:
+                raise
+        threading.Event().wait(pause_s)
+    return call()
+
+
+def _forget(folder: str, *, and_list: bool = False) -> None:
+    """Have an NFS client forget which files it knows a directory to hold, and so ask its server.
+
+    It remembers for half a minute that a file was absent. Opening the directory makes it look at the time of
+    the last change, which stays the same over changes within one tick of the server's clock.
+
+    Args:
+        folder: The directory.
+        and_list: Whether to ask at once: only that tells it of files that it takes to be absent.
+
+    Source: nfs(5), acdirmin and lookupcache.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if and_list:
+            os.listdir(fd)
+    finally:
+        os.close(fd)
+
+
+def _refresh(folder: str) -> None:
+    # One that may be entered and not read can only be taken as it is.
+    with contextlib.suppress(PermissionError):
+        _forget(folder, and_list=True)
+
+
 def _open_to_read(path: str, _: int) -> int:
     return os.open(path, _READ_FILE)
 
@@ -231,7 +285,7 @@ class PosixStorage:
         missing: list[str] = []
         there = self.root
         try:
-            while not _is_directory(there):
+            while not _look(functools.partial(_is_directory, there)):
                 missing.append(there)
                 there = os.path.dirname(there)
         except OSError as error:
@@ -273,7 +327,7 @@ class PosixStorage:
         """
         path = self._path(name)
         try:
-            size = os.lstat(path).st_size
+            size = _look(lambda: os.lstat(path).st_size)
         except OSError as error:
             _fail(error, path, "cannot check")
         if size != nbytes:
@@ -340,47 +394,80 @@ class PosixStorage:
         """
         path = self._path(name)
         try:
-            with open(path, "rb", buffering=0, opener=_open_to_read) as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    _fail(OSError(errno.EINVAL, "not a regular file"), path, "cannot read what is no file:")
-                # No more than there is, whatever was asked for: what asks may have been read from a file.
-                left = max(0, status.st_size - offset)
-                left = left if nbytes is None else max(0, min(nbytes, left))
-                data = bytearray(left)
-                view, done = memoryview(data), 0
-                while done < left:
-                    got = os.preadv(file.fileno(), [view[done:]], offset + done)
-                    if got == 0:
-                        break
-                    done += got
+            return self._look_twice(name, lambda: self._read(path, offset, nbytes))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except MemoryError:
             _fail(OSError(errno.ENOMEM, "too large"), path, "cannot read", offset)
         except OSError as error:
             _fail(error, path, "cannot read", offset)
-        view.release()
+
+    def _read(self, path: str, offset: int, nbytes: int | None) -> bytearray:
+        with open(path, "rb", buffering=0, opener=_open_to_read) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                _fail(OSError(errno.EINVAL, "not a regular file"), path, "cannot read what is no file:")
+            # No more than there is, whatever was asked for: what asks may have been read from a file.
+            left = max(0, status.st_size - offset)
+            left = left if nbytes is None else max(0, min(nbytes, left))
+            data = bytearray(left)
+            done = 0
+            with memoryview(data) as view:
+                while done < left:
+                    got = os.preadv(file.fileno(), [view[done:]], offset + done)
+                    if got == 0:
+                        break
+                    done += got
         del data[done:]
         return data
+
+    def _look_twice(self, name: str, call: Callable[[], _T]) -> _T:
+        """Return what `call` returns, which looks at `name`: an NFS client may remember what is outdated.
+
+        Raises:
+            OSError: It is as the client said.
+        """
+        try:
+            return _look(call)
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ESTALE}:
+                raise
+        self._look_anew(name)
+        return _look(call)
+
+    def _look_anew(self, name: str) -> None:
+        """Have an NFS client ask its server which files there are on the way to `name`."""
+        try:
+            _refresh(self.root)
+        except FileNotFoundError:
+            _refresh(os.path.dirname(self.root))
+            _refresh(self.root)
+        folder = self.root
+        for part in name.split("/")[:-1]:
+            folder = os.path.join(folder, part)
+            _refresh(folder)
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """See `Storage.list`."""
         folder = self._path(prefix) if prefix else self.root
-        found: dict[str, int] = {}
         try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            found[entry.name] = status.st_size
-                        elif stat.S_ISDIR(status.st_mode):
-                            found[entry.name + "/"] = 0
+            return self._look_twice(prefix, lambda: self._list(folder))
         except FileNotFoundError:
             return {}
         except OSError as error:
             _fail(error, folder, "cannot list")
+
+    def _list(self, folder: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        _forget(folder)
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        found[entry.name] = status.st_size
+                    elif stat.S_ISDIR(status.st_mode):
+                        found[entry.name + "/"] = 0
         return found
 
     def delete(self, name: str) -> None:
@@ -396,9 +483,15 @@ class PosixStorage:
 
     def last_change(self) -> float | None:
         """See `Storage.last_change`."""
-        newest: float | None = None
         try:
-            folders = [self.root]
+            return _look(self._last_change)
+        except OSError as error:
+            _fail(error, self.root, "cannot list")
+
+    def _last_change(self) -> float | None:
+        newest: float | None = None
+        folders = [self.root]
+        with contextlib.suppress(FileNotFoundError):
             while folders:
                 folder = folders.pop()
                 newest = max(newest or 0.0, os.lstat(folder).st_mtime)
@@ -409,10 +502,6 @@ class PosixStorage:
                         else:
                             with contextlib.suppress(FileNotFoundError):
                                 newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
-        except FileNotFoundError:
-            return newest
-        except OSError as error:
-            _fail(error, self.root, "cannot list")
         return newest
 
     def remove_directory(self) -> bool:

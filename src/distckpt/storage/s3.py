@@ -4,8 +4,8 @@ A file of more than one part is a multipart upload: each part is one request, se
 that it lies in, by whichever lane is free. Readers see a file once it is completed, and none before.
 
 Invariants:
-    * Every part and every object is sent with its CRC32C, which the server compares: bytes that were changed
-      on their way are sent again, and never kept.
+    * Every part and every object is sent with its CRC32C. Bytes that a server finds changed are sent again,
+      and never kept; what a server does not compare, readers do.
     * A part counts as written once the server has answered for all of it, a file once all of its parts were
       put together and the server says that it has the size it must have.
     * A request whose answer may have been lost is settled by looking at what is there, not by guessing.
@@ -30,6 +30,7 @@ import logging
 import os
 import random
 import re
+import ssl
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -323,7 +324,7 @@ def _limit_retries(
     """
     now = time.monotonic()
     began = request_dict["context"].setdefault("distckpt_first_attempt", now)
-    if now - began > _PATIENCE_S:
+    if now - began > _PATIENCE_S or (caught_exception is not None and _is_not_trusted(caught_exception)):
         return False
     has_no_answer = caught_exception is not None
     if isinstance(request_dict.get("body"), _Body):
@@ -564,7 +565,7 @@ class S3Storage:
         path = self._path(name)
         if token:
             upload = _Upload.from_token(token)
-            parts = sorted(receipts)
+            parts = sorted(receipts, key=lambda part: int(part[0]))
             count = -(-nbytes // upload.part_bytes)
             if [part[0] for part in parts] != list(range(1, count + 1)):
                 raise WriteError(
@@ -589,7 +590,7 @@ class S3Storage:
 
     def unfinished(self) -> list[str]:
         """See `Storage.unfinished`; none where the server does not list uploads."""
-        return [json.dumps([name, upload_id]) for name, upload_id in self._uploads("")]
+        return [json.dumps([name, upload_id]) for name, upload_id in self._uploads("") if "/" not in name]
 
     def abort(self, unfinished: str) -> None:
         """See `Storage.abort`."""
@@ -1034,6 +1035,8 @@ def _may_pass(error: Exception) -> bool:
     """Say whether the same request may succeed later."""
     if _answer_of(error):
         return _code_of(error) in _PASSING or _status_of(error) in _PASSING_STATUS
+    if _is_not_trusted(error):
+        return False
     from botocore.exceptions import ConnectionError as NotConnected
     from botocore.exceptions import HTTPClientError, IncompleteReadError
     from botocore.parsers import ResponseParserError
@@ -1060,6 +1063,11 @@ def _system_error(error: BaseException) -> OSError | None:
     return None
 
 
+def _is_not_trusted(error: Exception) -> bool:
+    """Say whether the server's certificate is wrong: no other attempt changes that."""
+    return isinstance(_system_error(error), ssl.SSLCertVerificationError)
+
+
 def _number_of(error: Exception) -> int:
     """Return the error number that says what `error` means."""
     if _answer_of(error):
@@ -1078,6 +1086,9 @@ def _number_of(error: Exception) -> int:
     system = _system_error(error)
     if isinstance(system, TimeoutError):
         return errno.ETIMEDOUT
+    if isinstance(system, ssl.SSLError):
+        # Its number is one of OpenSSL's.
+        return errno.EPROTO
     if system is not None and system.errno and system.errno > 0:
         return system.errno
     if isinstance(error, exceptions.EndpointConnectionError):

@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import re
+import weakref
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -170,6 +171,8 @@ class FsspecImage:
         sizes = {"buffer_size": part_bytes} if self._copies else {}
         with _mapped(url, "cannot open"):
             self._file: Any = file_system.open(path, "wb", block_size=part_bytes, **sizes)
+        # If nobody closes this one, and at the end of the process.
+        self._forget = weakref.finalize(self, _forget, self._file)
 
     def write(self, offset: int, buffers: Sequence[memoryview], crc32c: int | None = None) -> None:
         """See `ImageFile.write`; the bytes are copied, and sent when there is enough for a part.
@@ -206,6 +209,7 @@ class FsspecImage:
         Raises:
             WriteError: It is not there; see `ImageFile.finish`.
         """
+        self._forget.detach()
         try:
             with _mapped(self._url, "cannot complete", self._position):
                 self._file.close()
@@ -224,21 +228,30 @@ class FsspecImage:
         file, self._file = self._file, None
         if file is None:
             return
-        from fsspec.spec import AbstractBufferedFile
-
+        self._forget.detach()
+        if _completes_when_closed(file):
+            with contextlib.suppress(Exception):
+                file.discard()
+            # What follows then does nothing.
+            _forget(file)
         with contextlib.suppress(Exception):
-            if isinstance(file, AbstractBufferedFile):
-                # Closing it, as the garbage collector does, would complete it.
-                try:
-                    file.discard()
-                finally:
-                    file.buffer = None
-                    file.closed = True
-            else:
-                file.close()
+            file.close()
         if self._is_kept:
             with contextlib.suppress(Exception):
                 self._file_system.rm_file(self._path)
+
+
+def _completes_when_closed(file: Any) -> bool:
+    from fsspec.spec import AbstractBufferedFile
+
+    return isinstance(file, AbstractBufferedFile)
+
+
+def _forget(file: Any) -> None:
+    """Have a file not be completed when it is closed, as the garbage collector closes it."""
+    if _completes_when_closed(file):
+        file.buffer = None
+        file.closed = True
 
 
 class FsspecStorage:
@@ -285,7 +298,7 @@ class FsspecStorage:
     def open_image(self, name: str, token: str) -> FsspecImage:
         """See `Storage.open_image`."""
         return FsspecImage(
-            self._fs, self._path(name), self._url(name), int(token), is_kept=self._has_directories
+            self._fs, self._path(name), self._url(name), int(token or 0), is_kept=self._has_directories
         )
 
     def complete_image(self, name: str, token: str, nbytes: int, receipts: Sequence[Receipt]) -> None:
@@ -314,7 +327,9 @@ class FsspecStorage:
 
     def unfinished(self) -> list[str]:
         """See `Storage.unfinished`; of all clients only s3fs can tell."""
-        return self._uploads(f"{self._root}/") if self._lists_uploads else []
+        if not self._lists_uploads:
+            return []
+        return [upload for upload in self._uploads(f"{self._root}/") if "/" not in upload.rpartition("?")[0]]
 
     def _uploads(self, prefix: str) -> list[str]:
         """Return the S3 uploads to keys below the checkpoint that begin with `prefix`, as `name?id`.
@@ -442,6 +457,11 @@ class FsspecStorage:
                         continue
                     name = path.rpartition("/")[2]
                     if entry["type"] == "directory":
+                        # Some object stores go on to show for a while what there was.
+                        if not self._has_directories and self._is_empty(
+                            f"{prefix.rstrip('/')}/{name}".lstrip("/")
+                        ):
+                            continue
                         found[f"{name}/"] = 0
                     elif entry["type"] == "file":
                         found[name] = int(entry["size"] or 0)
@@ -482,7 +502,9 @@ class FsspecStorage:
             if _is_absence(error):
                 return None
             raise
-        return max((time for time in times if time is not None), default=None)
+        # One that is not known may be the last.
+        known = [time for time in times if time is not None]
+        return max(known, default=None) if len(known) == len(times) else None
 
     def _time(self, path: str, entry: Mapping[str, Any]) -> float | None:
         value = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
@@ -617,11 +639,12 @@ def reopen_fsspec(spec: StorageSpec) -> Storage:
 
 
 def _from_json(text: str) -> Any:
-    """Return the file system that `_to_json` has described; two storages have one, unless it serves one only."""
+    """Return the file system that `_to_json` has described."""
     from fsspec.spec import AbstractFileSystem
 
     described = json.loads(text)
     if described.get("protocol") in _SFTP:
+        # One for each storage, not for all of the process: it serves one thread at a time.
         # Source: paramiko, SFTPClient._read_response: the answer to another thread's request is lost.
         text = json.dumps({**described, "skip_instance_cache": True})
     return AbstractFileSystem.from_json(text)
@@ -718,13 +741,22 @@ def _to_json(file_system: Any, shown: str, options: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: An option cannot be handed to it.
     """
+    from fsspec.json import FilesystemJSONEncoder
+
+    kind = type(file_system)
+    # As its `to_json`, but that refuses None, which is many an option's default, and takes bytes for a list.
+    described = {
+        "cls": f"{kind.__module__}:{kind.__name__}",
+        "protocol": min(_protocols(file_system)),
+        "args": list(file_system.storage_args),
+        **file_system.storage_options,
+    }
     try:
-        text = file_system.to_json()
-    except Exception as error:
+        return json.dumps(described, cls=FilesystemJSONEncoder)
+    except (TypeError, ValueError) as error:
         names = [name for name, value in options.items() if not _is_json(value)]
         what = f"the storage option {', '.join(names)}" if names else "a storage option"
         raise ConfigError(f"{shown!r}: {what} cannot be handed to worker processes: {error}") from error
-    return str(text)
 
 
 def _is_json(value: object) -> bool:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from faults.programs import Done
@@ -67,8 +66,8 @@ def run(
     (folder / "job.sh").write_text(f"{exports}exec {shlex.join(map(str, words))}\n")
     command = [
         "linux.uml", f"mem={memory_mib}M", f"ubd0={disk}", "root=/dev/root", "rootfstype=hostfs",
-        "rootflags=/", "ro", f"init={_HERE / 'init.sh'}", "con=null", "con0=null,fd:1", "con1=null", "quiet", "loglevel=4",
-        f"umid=faults{os.getpid()}", f"uml_dir={folder}/", f"faultjob={folder}",
+        "rootflags=/", "ro", f"init={_HERE / 'init.sh'}", "con=null", "con0=null,fd:1", "con1=null", "quiet",
+        "loglevel=4", f"umid=faults{os.getpid()}", f"uml_dir={folder}/", f"faultjob={folder}",
     ]  # fmt: skip
     console = folder / "console"
     with console.open("wb") as out:

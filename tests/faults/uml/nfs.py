@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from pathlib import Path
 
 EXPORT = "/run/export"
 MOUNT = "/run/nfs"
+OTHER_MOUNT = "/run/nfs-of-other-host"
+_CLONE_NEWNS = 0x20000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 1 << 18
 _STATE = "/var/lib/nfs"
 _PROC = Path("/proc/fs/nfsd")
 _THREADS = 4
@@ -20,6 +24,18 @@ def _run(*command: str, timeout_s: float = 60) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def see_as_other_host() -> None:
+    """Have this process and its children see at `MOUNT` what the other host sees there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for function, arguments in (
+        (libc.unshare, (_CLONE_NEWNS,)),
+        (libc.mount, (b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)),
+        (libc.mount, (OTHER_MOUNT.encode(), MOUNT.encode(), None, ctypes.c_ulong(_MS_BIND), None)),
+    ):
+        if function(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), "cannot mount")
 
 
 class Server:
@@ -67,8 +83,8 @@ class Server:
         _run(*inside, "ip", "address", "add", f"{_CLIENT}/24", "dev", "there")
         _run(*inside, "ip", "link", "set", "there", "up")
 
-    def mount_on_other_host(self, options: str, where: str) -> None:
-        """Mount it there, and at `where` here."""
+    def mount_on_other_host(self, options: str, where: str = OTHER_MOUNT) -> None:
+        """Mount it there; what that host sees is at `where`."""
         Path(where).mkdir(exist_ok=True)
         source = EXPORT if "vers=3" in options else "/"
         if "vers=3" in options:

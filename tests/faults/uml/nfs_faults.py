@@ -1,7 +1,7 @@
-"""Runs in a virtual machine: saves to NFS mounts of each kind while the server is away, full, or loses a file.
+"""Runs in a virtual machine: saves to NFS mounts while the server is away, full, or loses a file.
 
-A line of the output for each case is a JSON object: its name, and what was seen; `failure` if it did not get to
-its end. The checkpoint of before must load, and the same writer must be able to save again, in each.
+A line of the output for each case is a JSON object: its name, and what was seen; `failure` if it did not get
+to its end. In each, the checkpoint of before must load, and the same writer must be able to save again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from distckpt import CheckpointError, StorageWriter
 from distckpt.observe import Event
@@ -42,10 +43,10 @@ from faults.uml.nfs import EXPORT, MOUNT, Server
 Seen = dict[str, Any]
 
 PATH = f"{MOUNT}/checkpoint"
-NBYTES = 16 * MIB
+NBYTES = 8 * MIB
 SERVER_BYTES = 256 * MIB
 AWAY_S = 2.0
-DEADLINE_S = 4.0
+DEADLINE_S = 6.0
 FAST_SOFT = "timeo=5,retrans=1"
 
 
@@ -94,7 +95,7 @@ class Case:
         assert_is_clean(PATH)
         return seen
 
-    def __enter__(self) -> Case:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,7 +122,8 @@ def described(error: CheckpointError | None) -> Seen:
 def in_mid_write(workers: int, happens: Callable[[], object]) -> Iterator[list[str]]:
     """Call `happens` once while images are written; yields a list that is not empty once it was called.
 
-    In this process that is before the second write of an image; in workers, when they have been told of parts.
+    In this process that is before the second write of an image; with workers, when they have been told of
+    parts.
     """
     called: list[str] = []
     pwritev = os.pwritev
@@ -144,7 +146,7 @@ def in_mid_write(workers: int, happens: Callable[[], object]) -> Iterator[list[s
         with on_event("parts.pushed", lambda _: call()):
             yield called
         return
-    os.pwritev = counting  # type: ignore[assignment]
+    os.pwritev = counting
     try:
         yield called
     finally:
@@ -282,7 +284,7 @@ def main(names: list[str]) -> None:
         try:
             with clean_slate(server):
                 seen |= CASES[name](server)
-        except Exception:  # noqa: BLE001 - whatever it is, the host's test shows it
+        except BaseException:  # noqa: BLE001 - whatever it is, the host's test shows it
             seen["failure"] = traceback.format_exc()
         seen["all_seconds"] = time.monotonic() - started
         say(json.dumps(seen))

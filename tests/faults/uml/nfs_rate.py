@@ -3,8 +3,13 @@
 usage: nfs_rate.py [--mib N] [--rounds N] [--options vers=4.2,hard] [--disk] [--loops] [--delay-ms N]
 
 Every way is timed once in each round, one after the other, from the first byte to the end of fsync; the
-figures are MB/s, and the first round counts for nothing (memory is touched for the first time). --disk: the server
-writes to an ext4 on a disk, not to memory; --delay-ms: what each packet is late. The ways:
+figures are MB/s, and the first round counts for nothing (memory is touched for the first time).
+
+    --disk                 the server writes to an ext4 on a disk, not to memory
+    --delay-ms N           how late each packet is
+
+The ways:
+
 
     dd 16M, dd 4M          what a user would compare with
     loop cached|direct N   pwritev in Python, N MiB at a time, through the page cache or past it (--loops)
@@ -17,6 +22,7 @@ writes to an ext4 on a disk, not to memory; --delay-ms: what each packet is late
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import mmap
 import os
@@ -111,22 +117,21 @@ def measure(given: argparse.Namespace) -> dict[str, object]:
     for number in range(given.rounds + 1):
         timed("dd 16M", lambda: _dd(f"{MOUNT}/dd", mib, 16))
         for workers, writer in writers.items():
-            timed(f"writer {workers}", lambda w=writer, n=workers: save(w, f"{MOUNT}/writer{n}", state))
+            timed(f"writer {workers}", functools.partial(save, writer, f"{MOUNT}/writer{workers}", state))
         timed("dd 4M", lambda: _dd(f"{MOUNT}/dd", mib, 4))
         for workers in checkpointers:
             background(number, workers)
         if given.loops:
             for name, flag in (("cached", 0), ("direct", os.O_DIRECT)):
                 for block_mib in (1, 4, 16):
-                    data = memoryview(memory)
-                    timed(
-                        f"loop {name} {block_mib}",
-                        lambda b=block_mib, f=flag, d=data: _loop(f"{MOUNT}/loop", d, b * MIB, f),
-                    )
-                    data.release()
+                    with memoryview(memory) as data:
+                        call = functools.partial(_loop, f"{MOUNT}/loop", data, block_mib * MIB, flag)
+                        timed(f"loop {name} {block_mib}", call)
         sys.stderr.write(f"round {number}\n")
-    for closing in (*writers.values(), *checkpointers.values()):
-        closing.close()
+    for writer in writers.values():
+        writer.close()
+    for checkpointer in checkpointers.values():
+        checkpointer.close()
     mount = next(line for line in Path("/proc/self/mounts").read_text().splitlines() if f" {MOUNT} " in line)
     return {
         "mount": mount.split()[3],
