@@ -16,6 +16,8 @@ import pytest
 
 from servers import FaultProxy, GatewayServer, MissingProgram, S3Server, SeaweedServer
 
+pytest.register_assert_rewrite("distckpt.storage.contract")
+
 # Inherited by every process that a test starts, also when its parent dies first: leaks of another test run on
 # this machine are not blamed on this one.
 _RUN_VARIABLE = "DISTCKPT_TEST_RUN"

@@ -250,11 +250,18 @@ def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
 
 
 def _known_saves(storage: Storage) -> list[str]:
-    """Return the ids of the last saves that have claimed a directory or left something there."""
-    # An owner record that is damaged or cannot be read is replaced like any other.
-    owner: dict[str, Any] = {}
-    with contextlib.suppress(CheckpointError):
+    """Return the ids of the last saves that have claimed a directory or left something there.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    try:
         owner = _owner(storage)
+    except WriteError:
+        raise
+    except CheckpointError:
+        # One that is damaged, or of another version, is replaced like any other.
+        owner = {}
     # Claims at the same instant overlook each other: what the loser leaves tells of it.
     left = [entry.removesuffix("/") for entry in storage.list(FOLDER) if entry.endswith("/")]
     overtaken = [str(owner["save_id"])] if "save_id" in owner else []

@@ -120,7 +120,7 @@ def some_state(seed: int, large_bytes: int = 36 * MIB) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
 def test_a_round_trip_and_an_overwrite(place: Place, workers: int, is_async: bool) -> None:
-    name = "a checkpoint ü/of mine"
+    name, state = "a checkpoint ü/of mine", some_state(0, 3 * MIB)
     with place.writer(dist_ckpt_workers=workers) as writer:
         for seed, large_bytes in ((1, 36 * MIB), (2, 9 * MIB), (3, 100)):
             state = some_state(seed, max(large_bytes, 3 * MIB))

@@ -36,7 +36,6 @@ from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteE
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import (
     METADATA,
-    OWNER,
     TRAILER,
     ItemTable,
     Manifest,
@@ -183,13 +182,11 @@ class FaultyStorage:
         self.url, self.spec = inner.url, inner.spec
         self.in_flight, self.is_stream = inner.in_flight, inner.is_stream
         self.fail_at = fail_at
-        self.failed = ""
         self.calls = 0
 
     def step(self, what: str) -> None:
         self.calls += 1
         if self.calls == self.fail_at:
-            self.failed = what
             raise WriteError(f"{what}: no space left [ENOSPC]", errno=28, path=f"{self.url}/{what}")
 
     def prepare(self) -> None:
@@ -253,7 +250,6 @@ class FaultyStorage:
 
 
 def test_an_error_of_any_call_leaves_old_or_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    num_harmless = 0
     outcomes = []
     for fail_at in range(1, 200):
         root = tmp_path / str(fail_at)
@@ -276,10 +272,6 @@ def test_an_error_of_any_call_leaves_old_or_new(tmp_path: Path, caplog: pytest.L
             data = plain.read(file, offset, nbytes)
             assert data is not None
             integrity.check(file, offset, data, "weight")
-        if faulty.failed == f"read {OWNER}" and not failed:
-            # Whom a claim overtakes is for others to learn, and no reason not to make it.
-            num_harmless += 1
-            continue
         outcomes.append(failed)
         if faulty.calls < fail_at:
             assert not failed
@@ -291,7 +283,6 @@ def test_an_error_of_any_call_leaves_old_or_new(tmp_path: Path, caplog: pytest.L
         assert len(list((root / ".distckpt").iterdir())) == 3, "owner, record and manifests"
         assert len(list(root.iterdir())) == 4
     assert outcomes == sorted(outcomes, reverse=True)
-    assert num_harmless == 1
     assert outcomes.count(True) > 8
     assert outcomes.count(False) > 8
 
