@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 SOURCES := $(wildcard src tests benchmarks docs/examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit integration faults perf crash soak bench bench-quick lint fmt type tidy docs check clean
+.PHONY: help setup demo test unit integration faults thorough perf crash soak bench bench-quick lint fmt type tidy docs check clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r name text; do \
@@ -28,7 +28,10 @@ demo: $(STAMP)  ## Run the demo
 	$(BIN)/python docs/examples/demo.py
 
 test: $(STAMP)  ## Run the unit, integration and fault tests
-	$(BIN)/python -m pytest tests/unit tests/integration tests/faults
+	$(BIN)/python -m pytest -m 'not thorough' tests/unit tests/integration tests/faults
+
+thorough: $(STAMP)  ## Run what takes long: NFS servers that go away, more ways to save to bad S3 servers
+	$(BIN)/python -m pytest -m thorough tests/unit tests/integration tests/faults
 
 unit: $(STAMP)  ## Run the tests of single files
 	$(BIN)/python -m pytest tests/unit

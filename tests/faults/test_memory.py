@@ -321,5 +321,5 @@ def test_memory_and_descriptors_are_flat_over_fifty_saves(
     assert slope <= 64 << 10, f"{slope:.0f} bytes for each save: {resident}"
     assert len({figures[number][1] for number in later}) == 1, figures
     assert len({figures[number][3] for number in later}) == 1, figures
-    # The thread of a background save may still be ending when its result is there.
-    assert max(figures[number][2] for number in later) <= 2, figures
+    # That of a background save may still be ending when its result is there, and one waits for the next call.
+    assert max(figures[number][2] for number in later) <= 3, figures

@@ -47,7 +47,9 @@ def cases(*words: str) -> pytest.MarkDecorator:
     """Run a test with every case whose name begins with `words`."""
     names = [name for name in CASES if name.split()[: len(words)] == list(words)]
     assert names, words
-    return pytest.mark.parametrize("seen", names, indirect=True)
+    # They share one virtual machine, which takes minutes for all of them.
+    params = [pytest.param(name, marks=pytest.mark.thorough) for name in names]
+    return pytest.mark.parametrize("seen", params, indirect=True)
 
 
 def assert_names_the_file(seen: Seen) -> None:

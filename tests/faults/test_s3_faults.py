@@ -85,16 +85,20 @@ FATAL: dict[str, tuple[dict[str, Any], set[int], str]] = {
 }
 
 
-def in_turns(faults: dict[str, Any]) -> list[tuple[str, str, int]]:
+def in_turns(faults: dict[str, Any]) -> list[Any]:
     """Return each fault with a way to save, of which each has its share.
 
-    Those that lanes meet have both numbers of workers.
+    Those that lanes meet have both numbers of workers, the second one where time does not matter.
     """
-    found = []
+    found: list[Any] = []
     for number, (fault, rule) in enumerate(faults.items()):
         ways = [("sync", 1), (("async", "checkpointer")[number % 2], 2)]
         op = (rule if isinstance(rule, dict) else rule[0]).get("op", UPLOAD)
-        found += [(fault, *way) for way in (ways if UPLOAD in op else [ways[number // 2 % 2]])]
+        first, second = ways if number % 3 else reversed(ways)
+        if UPLOAD not in op:
+            found.append((fault, *ways[number // 2 % 2]))
+            continue
+        found += [(fault, *first), pytest.param(fault, *second, marks=pytest.mark.thorough)]
     return found
 
 

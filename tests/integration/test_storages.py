@@ -36,7 +36,9 @@ from servers import S3Server
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-KINDS = ["local", "memory", "s3", "s3-of-other-code", "s3fs", "obstore"]
+KINDS = [
+    "local", "memory", "s3", pytest.param("s3-of-other-code", marks=pytest.mark.thorough), "s3fs", "obstore",
+]  # fmt: skip
 
 
 @dataclass
