@@ -547,7 +547,7 @@ class Engine:
         with self._turn(storage, rank):
             with collector_paused():
                 image = self.lay_out(storage, items)
-            waves = _Waves(self, image, items)
+            waves = _Waves(self, image, items, storage.in_flight)
             try:
                 waves.open()
                 written = _Run(self, storage, save_id, rank, image, waves).run()
@@ -686,9 +686,10 @@ class _Waves:
         engine: Whose arena and stager.
         image: What passes through.
         items: Its items.
+        in_flight: Parts that a lane may be writing at once.
     """
 
-    def __init__(self, engine: Engine, image: Image, items: Sequence[Item]) -> None:
+    def __init__(self, engine: Engine, image: Image, items: Sequence[Item], in_flight: int) -> None:
         self.image = image
         self.plan_id = engine._new_plan_id()  # noqa: SLF001 - one room
         self.is_known_to_lanes = False
@@ -699,7 +700,8 @@ class _Waves:
         self._arena = engine.arena
         self._stager = engine.stager
         self._timeout_s = engine.timeout_s
-        self._lanes = engine.lanes.count
+        # While some are written, as many others are filled.
+        self._most_slots = max(_SLOTS_PER_LANE, 2 * in_flight) * engine.lanes.count
         self._items = items
         self._sources = [
             item.tensor if item.home is None and item.tensor is not None and item.tensor.is_cuda else None
@@ -821,7 +823,7 @@ class _Waves:
         """Reserve as many slots as keep all lanes busy, or as there is memory for; at least one."""
         if num_parts == 0:
             return []
-        wanted = min(num_parts, _SLOTS_PER_LANE * self._lanes)
+        wanted = min(num_parts, self._most_slots)
         if wanted * nbytes > _PREPARED_BYTES:
             # Waits below: for slabs that several threads build at once.
             self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + wanted * nbytes)
