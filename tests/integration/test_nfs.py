@@ -14,7 +14,7 @@ import pytest
 
 from faults.uml import machine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(330)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(330)]
 
 VERSIONS = ("4.2", "3")
 TESTS = (

@@ -36,9 +36,9 @@ from servers import S3Server
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-KINDS = [
-    "local", "memory", "s3", pytest.param("s3-of-other-code", marks=pytest.mark.thorough), "s3fs", "obstore",
-]  # fmt: skip
+KINDS = ["local", "memory", "s3", "s3-of-other-code", "s3fs", "obstore"]
+THOROUGH = {("s3-of-other-code", 1), ("s3-of-other-code", 2), ("s3fs", 2), ("obstore", 1)}
+"""Kinds and numbers of workers that are left out where time matters."""
 
 
 @dataclass
@@ -84,9 +84,16 @@ class Place:
             assert self.server.unfinished_uploads(f"{self.root}/{name}") == []
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[
+        pytest.param((kind, workers), id=f"{kind}-{workers}", marks=[pytest.mark.thorough] * is_thorough)
+        for kind in KINDS
+        for workers in ((1,) if kind == "memory" else (1, 2))
+        for is_thorough in [(kind, workers) in THOROUGH]
+    ]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    kind = request.param
+    kind, _ = request.param
     if kind == "local":
         yield Place(kind, str(tmp_path / "root"))
     elif kind == "memory":
@@ -99,11 +106,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(kind, server.new_prefix(), options, server)
 
 
-@pytest.fixture(params=[1, 2], ids=["1-worker", "2-workers"])
+@pytest.fixture
 def workers(request: pytest.FixtureRequest, place: Place) -> int:
-    if place.kind == "memory" and request.param > 1:
-        pytest.skip("what lies in memory lies in one process: see test_memory_has_one_process")
-    return int(request.param)
+    return int(request.node.callspec.params["place"][1])
 
 
 def some_state(seed: int, large_bytes: int = 36 * MIB) -> dict[str, Any]:
