@@ -251,7 +251,14 @@ def save_in_a_thread(thread: ThreadPoolExecutor, job: Job, proxy: FaultProxy, st
     return saving
 
 
-@pytest.mark.parametrize(("how", "workers"), [("sync", 1), ("async", 2), ("checkpointer", 2)])
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    [
+        pytest.param("sync", 1, marks=pytest.mark.thorough),
+        ("async", 2),
+        pytest.param("checkpointer", 2, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_server_that_is_killed_and_comes_back(
     open_job: OpenJob, s3_server: S3Server, fault_proxy: FaultProxy, how: str, workers: int
 ) -> None:
@@ -332,10 +339,10 @@ def meet_a_server_that_stalls(
 @pytest.mark.parametrize(
     ("workers", "event", "leave"),
     [
-        (1, "parts.pushed", "closed"),
+        pytest.param(1, "parts.pushed", "closed", marks=pytest.mark.thorough),
         (2, "parts.pushed", "closed"),
-        (1, "files.written", "at once"),
-        (2, "parts.pushed", "at once"),
+        pytest.param(1, "files.written", "at once", marks=pytest.mark.thorough),
+        pytest.param(2, "parts.pushed", "at once", marks=pytest.mark.thorough),
         (1, "parts.pushed", "with the save in flight"),
     ],
 )
