@@ -489,6 +489,13 @@ def test_what_is_given_up_leaves_nothing(server: S3Server, storage: S3Storage, c
     assert error_of(write_part, image, data, 0).errno == errno.ENOENT
 
 
+@pytest.mark.parametrize(
+    ("given", "found"), [({}, 4), ({"max_concurrency": 1}, 1), ({"max_concurrency": 9}, 9)]
+)
+def test_as_many_parts_are_sent_at_once_as_asked_for(given: dict[str, int], found: int) -> None:
+    assert open_storage("s3://bucket/a", {"anon": True, **given}).in_flight == found
+
+
 def test_unfinished_files_are_those_of_this_checkpoint_alone(s3_server: S3Server, s3_url: str) -> None:
     one, other = opened(f"{s3_url}/a", s3_server.options), opened(f"{s3_url}/ab", s3_server.options)
     for storage in (one, other):

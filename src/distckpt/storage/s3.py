@@ -504,6 +504,8 @@ class S3Storage:
         if options.get("requester_pays"):
             self._additional.setdefault("RequestPayer", "requester")
         config = self._client.meta.config
+        # Parts that are sent at once, as s3fs means it.
+        self.in_flight = max(1, int(options.get("max_concurrency") or type(self).in_flight))
         self._attempts = int((config.retries or {}).get("total_max_attempts") or _ATTEMPTS)
         # The configuration of a client does not tell whether it checks types.
         reads = (options.get("config_kwargs") or {}).get("parameter_validation", False)
