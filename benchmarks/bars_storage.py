@@ -60,7 +60,9 @@ def measure_disk(report: Report, device: str, sizes: Sizes) -> None:
     with scratch(default_disk()) as folder, ExitStack() as stack:
         report.add("storage", storage_type(folder))
         opened: dict[int, Checkpointer] = {}
-        for workers in (number for number in _DISK_WORKERS if number <= sizes.workers):
+        for workers in _DISK_WORKERS:
+            if not min(sizes.disk_least_workers, sizes.workers) <= workers <= sizes.workers:
+                continue
             checkpointer = open_checkpointer(folder / str(workers), workers, host_memory(nbytes))
             opened[workers] = stack.enter_context(checkpointer)
             checkpointer.prewarm(state).result(timeout=60)
@@ -262,13 +264,15 @@ def lines_of_disk(found: Found) -> list[Line]:
     nbytes, ceiling = found["nbytes"], rate(found["nbytes"], found["ceiling_s"])
     fastest = nbytes / GIB / min(found["ceiling_s"])
     reached: dict[int, float] = {}
+    timed = [found[key] for workers in _DISK_WORKERS if has(found, key := f"workers_{workers}_total_s")]
+    best_s = min(timed, key=median, default=None)
     for workers in _DISK_WORKERS:
         if not has(found, f"workers_{workers}_total_s"):
             continue
         seconds = found[f"workers_{workers}_total_s"]
         reached[workers] = rate(nbytes, seconds)
         ratio = reached[workers] / ceiling
-        has_bar = workers == _DISK_WORKERS[-1]
+        has_bar = seconds is best_s
         lines.append(
             Line(
                 "5",

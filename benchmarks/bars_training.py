@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import select
 import subprocess
 import sys
 import time
@@ -300,10 +301,60 @@ class _StockSaving(_Saving):
         return self._path
 
 
+class _BareSaving(_Saving):
+    """With nothing but one copy to pinned memory and a process that writes as many bytes of its own.
+
+    No checkpoint can cost the loop less on this machine: what it notices of this, it notices of the bus, of
+    the disk and of their interrupts.
+    """
+
+    def __init__(self, cores: Cores, parameters: list[torch.nn.Parameter], folder: Path) -> None:
+        super().__init__(cores)
+        nbytes = sum(parameter.nbytes for parameter in parameters)
+        self._source = [parameter.detach() for parameter in parameters]
+        self._target = torch.empty(nbytes // 4, pin_memory=parameters[0].is_cuda)
+        self._stream = torch.cuda.Stream() if parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
+        self._path, self._folder = folder, folder
+        command = [sys.executable, str(Path(__file__).with_name("plain_writer.py")), str(nbytes), "--serve"]
+        if cores.settings:
+            command += ["--cores", cores.settings["ckpt_worker_cores"]]
+        self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._writer.stdout is not None
+        self._writer.stdout.readline()
+        self._answer = self._writer.stdout
+
+    def _start(self, step: int) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            offset = 0
+            for tensor in self._source:
+                target = self._target[offset : offset + tensor.numel()]
+                target.copy_(tensor.view(-1), non_blocking=True)
+                offset += tensor.numel()
+        self._path = self._folder / f"bare-{step}"
+        assert self._writer.stdin is not None
+        self._writer.stdin.write(f"{self._path}\n")
+        self._writer.stdin.flush()
+
+    def _is_done(self) -> bool:
+        return bool(select.select([self._answer], [], [], 0)[0])
+
+    def _result(self) -> Path:
+        if self._answer.readline() != "done\n":
+            raise OSError("the plain writer failed")
+        return self._path
+
+    def close(self) -> None:
+        super().close()
+        self._writer.communicate()
+
+
 def measure_training(report: Report, device: str, sizes: Sizes) -> None:
     """Time every step of a compute loop without saves and with saves back to back, in turn.
 
-    `compute` saves to the disk, which is what the bar asks for. To memory: `memory`, the same loop;
+    `compute` saves to the disk, which is what the bar asks for; `bare` copies and writes as much there by the
+    plainest means. To memory: `memory`, the same loop;
     `accumulating`, a guarded optimizer step so seldom that the copy is hidden before it; `each`, a guarded
     optimizer step in each step, shorter than the copy, which it has to wait for; `stock`, the first loop with
     stock `dcp.async_save`. Then the trainer's own CUDA graphs.
@@ -330,6 +381,8 @@ def measure_training(report: Report, device: str, sizes: Sizes) -> None:
         report.add("compute_storage", storage_type(folder))
         with trainer.opened(folder) as (checkpointer, saving):
             trainer.measure("compute", sizes.training_phases, saving, checkpointer)
+        with report.trying("bare"):
+            trainer.measure_bare(folder)
     with scratch(memory_place(3 * nbytes)) as folder, trainer.opened(folder) as (checkpointer, saving):
         report.add("accumulate", trainer.often)
         for name, phases, accumulate in (
@@ -431,6 +484,16 @@ class _Trainer:
         self._report.add(f"{name}_saving", saved.as_record())
         self._report.add(f"{name}_phase_means_s", means)
 
+    def measure_bare(self, folder: Path) -> None:
+        """Run the compute loop beside a plain copy and plain writes, again and again."""
+        saving = _BareSaving(self._cores, self._parameters, folder)
+        try:
+            self.loop.run(_Phase(), steps=1, before_step=saving.before_step, is_over=saving.is_over)
+            saving.wait()
+            self.measure("bare", self._sizes.training_phases, saving, None)
+        finally:
+            saving.close()
+
     def measure_stock(self, device: str, folder: Path) -> None:
         """Run the compute loop beside stock `dcp.async_save`, with its pinned stager, again and again."""
         stock = StockAsync(device, pinned=True)
@@ -500,6 +563,7 @@ def lines_of_training(found: Found) -> list[Line]:
     size = f"{found['nbytes'] / GIB:.1f} GiB"
     names = {
         "compute": f"compute loop, to {found.get('compute_storage')}",
+        "bare": f"compute loop, plain copy and writes to {found.get('compute_storage')}",
         "memory": "compute loop, to memory",
         "accumulating": f"guarded optimizer step every {found.get('accumulate')} steps",
         "each": "guarded optimizer step in each step",
@@ -524,7 +588,7 @@ def lines_of_training(found: Found) -> list[Line]:
         reference = (
             f"without saves {milliseconds(step_s)}, {number} such phases within +-{100 * spread:.2f} %"
         )
-        if has_bar:
+        if name in ("compute", "bare"):
             each = ", ".join(f"{100 * one:+.2f}" for one in slowdowns)
             reference += f"; each phase {each} %; {apart}"
         else:

@@ -99,7 +99,7 @@ def process_write_seconds(folder: Path, nbytes: int, processes: int) -> float:
         running = []
         for index in range(processes):
             command = [
-                sys.executable, str(script), str(folder / f"ceiling-{index}"), str(share),
+                sys.executable, str(script), str(share), str(folder / f"ceiling-{index}"),
                 "--block-bytes", str(block),
                 "--buffer-bytes", str(max(block, min(_PROCESS_BUFFER_BYTES, share) // block * block)),
             ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Writes one file as plainly as it can be done: what the ceilings of storage are made of.
 
-Run as a script it waits for a line on its standard input before it writes, so that several begin together.
+Run as a script it waits for a line on its standard input before it writes, so that several begin together;
+with `--serve` it makes a directory of files for each path that it reads there.
 
 Torch-free: a process of it starts in a few hundredths of a second.
 """
@@ -11,9 +12,11 @@ import argparse
 import mmap
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 BLOCK_BYTES = 32 << 20
+_THREADS = 4
 
 
 def make_buffer(nbytes: int) -> mmap.mmap:
@@ -59,15 +62,46 @@ def write_file(
         os.close(fd)
 
 
+def serve(nbytes: int) -> None:
+    """Write `nbytes` in files of each directory that a line names, past the page cache where it can be."""
+    share = nbytes // _THREADS // BLOCK_BYTES * BLOCK_BYTES
+    with make_buffer(BLOCK_BYTES) as buffer, ThreadPoolExecutor(_THREADS) as pool:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            path = Path(line.strip())
+            path.mkdir()
+            parts = [path / str(number) for number in range(_THREADS)]
+            list(pool.map(lambda part: _write_past_the_cache(part, share, buffer), parts))
+            print("done", flush=True)
+
+
+def _write_past_the_cache(path: Path, nbytes: int, buffer: mmap.mmap) -> None:
+    for direct in (True, False):
+        try:
+            write_file(path, nbytes, buffer, direct=direct, preallocate=False, block_bytes=BLOCK_BYTES)
+            break
+        except OSError:
+            if not direct:
+                raise
+            path.unlink(missing_ok=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path)
     parser.add_argument("nbytes", type=int)
+    parser.add_argument("path", type=Path, nargs="?")
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--cores", metavar="N[,N...]", help="run on these only")
     parser.add_argument("--buffer-bytes", type=int, default=BLOCK_BYTES)
     parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES)
     parser.add_argument("--direct", action="store_true")
     parser.add_argument("--preallocate", action="store_true")
     arguments = parser.parse_args()
+    if arguments.cores:
+        os.sched_setaffinity(0, map(int, arguments.cores.split(",")))
+    if arguments.serve:
+        serve(arguments.nbytes)
+        return
     with make_buffer(arguments.buffer_bytes) as buffer:
         print("ready", flush=True)
         sys.stdin.readline()

@@ -235,7 +235,8 @@ def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
     # What is in the way of the publication is found before anything is written.
     storage.read(METADATA, nbytes=0)
     if rank is None:
-        known = _known_saves(storage)
+        # A rank that failed before this claim has left word of it under the save's own id.
+        known = [earlier for earlier in _known_saves(storage) if earlier != save_id]
         owner = {
             "save_id": save_id, "host": _host(), "pid": os.getpid(), "time": time.time(), "after": known,
         }  # fmt: skip

@@ -250,7 +250,7 @@ def test_a_save_that_stages_leaves_the_one_in_flight_what_it_needs_to_end(
     budget = 2 * 4096 * sum(len(pages) for pages in ranges_of(writer))
     del staged
     # Room for two states and not for a page more, which the objects of the first need.
-    tight = open_writer(ckpt_host_memory=budget, distributed_timeout_minutes=0.05)
+    tight = open_writer(ckpt_host_memory=budget, distributed_timeout_minutes=0.25)
     planner, other = _WaitingPlanner(), state_of(2, 8 * MIB)
     first: Any = state_dict_saver.async_save(
         state, storage_writer=tight, checkpoint_id=str(tmp_path / "first"), planner=planner

@@ -76,7 +76,8 @@ def every_kind() -> State:
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of `tensor`, in contiguous order, on the CPU."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().clone()
+    # `contiguous()` leaves any stride to a single element; a copy does not.
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8)
 
 

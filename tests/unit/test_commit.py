@@ -798,6 +798,13 @@ def test_a_rank_that_waits_for_a_claim_learns_that_it_was_overtaken(tmp_path: Pa
     assert Claim("aa", None, ()).was_made(storage)
 
 
+def test_a_rank_that_failed_before_the_claim_is_no_earlier_save(storage: Storage) -> None:
+    report_failure(storage, "aa", 1, "its disk is full")
+    claimed = claim(storage, "aa")
+    assert claimed.was_made(storage), "other ranks go on until they read the word of the one that failed"
+    assert failures(storage, "aa") == {1: "its disk is full"}
+
+
 def test_a_claim_that_is_slow_to_revoke_others_does_not_stop_a_later_one(storage: Storage) -> None:
     save(storage, "0a")
     later = InterposedStorage(storage, "publish", lambda: storage.revoke(METADATA))
