@@ -768,6 +768,8 @@ class _Waves:
                         part.high,
                         self._arena.address(self._slots[slot]),
                         (self._transfer, self._transfer),
+                        # The lanes need the processor.
+                        spread=False,
                     )
                     nbytes += part.nbytes
                 self._next += 1

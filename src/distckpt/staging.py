@@ -57,7 +57,7 @@ _SETTLE_S = 5.0
 _LOST_SLABS: list[Slab] = []
 """Slabs to which a copy that nobody waits for any more may write: mapped until the process ends."""
 _MEMMOVE_BYTES = 1 << 20
-"""Above this, torch's copy, which uses several threads, is faster than memmove."""
+"""Above this, torch's copy, whose threads have nothing else to do, is faster than memmove."""
 _SMALL_BYTES = 64 << 10
 _RUN_BYTES = 1 << 20
 _PADDING = bytes(LARGE_ALIGNMENT)
@@ -397,6 +397,8 @@ class Stager:
         address: int,
         transfers: Sequence[Transfer],
         late: Container[int] = (),
+        *,
+        spread: bool = True,
     ) -> list[HostCopy]:
         """Materialise bytes [low, high) of a file image: host bytes now, device bytes with the transfers.
 
@@ -408,6 +410,7 @@ class Stager:
             address: Where to, in the arena.
             transfers: Take what lies on devices; the second, what is in `late`.
             late: Numbers of items.
+            spread: Whether torch's threads may help; see `_copy_on_host`.
 
         Returns:
             What was copied on the host and is not the same every time.
@@ -463,7 +466,14 @@ class Stager:
                         index, tensor, first - begin, last - begin, base + first, verbatim=item.verbatim
                     )
                 elif first < last:
-                    _copy_on_host(tensor, first - begin, last - begin, base + first, verbatim=item.verbatim)
+                    _copy_on_host(
+                        tensor,
+                        first - begin,
+                        last - begin,
+                        base + first,
+                        verbatim=item.verbatim,
+                        spread=spread,
+                    )
                     host.append(HostCopy(index, first - begin, last - begin, base + first))
             position = start + item.size
         small.end()
@@ -831,10 +841,21 @@ def _copy_on_host(
     *,
     verbatim: bool,
     target: torch.Tensor | None = None,
+    spread: bool = True,
 ) -> None:
-    """Copy bytes [low, high) of the payload of a tensor that is on no GPU to `address`."""
+    """Copy bytes [low, high) of the payload of a tensor that is on no GPU to `address`.
+
+    Args:
+        source: The tensor.
+        low: First byte.
+        high: End.
+        address: Of the memory.
+        verbatim: As `Item.verbatim`.
+        target: A view of that memory, if there is one.
+        spread: Whether torch's threads may help. They look for more to do for milliseconds after each copy.
+    """
     nbytes = high - low
-    if source.is_cpu and verbatim and nbytes <= _MEMMOVE_BYTES:
+    if source.is_cpu and verbatim and (nbytes <= _MEMMOVE_BYTES or not spread):
         ctypes.memmove(address, source.data_ptr() + low, nbytes)
         return
     if target is None:
