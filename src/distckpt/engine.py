@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from distckpt.storage import Storage
 
 _LOG = logging.getLogger(__name__)
-_WAIT_FOR_SLOT_S = 0.001
+_SHORTEST_WAIT_FOR_SLOT_S = 0.001
+_LONGEST_WAIT_FOR_SLOT_S = 0.008
+"""Half the slots are full meanwhile."""
 _WAIT_FOR_LANE_S = 0.2
 _ABORT_S = 5.0
 _GROUP_BYTES = 128 << 20
@@ -906,7 +908,7 @@ class _Run:
     def _push_and_wait(self) -> None:
         memory = self._memory
         pushed_all = False
-        num_done = -1
+        num_done, pause_s = -1, _SHORTEST_WAIT_FOR_SLOT_S
         while True:
             if isinstance(memory, Residence):
                 numbers = [] if pushed_all else list(range(len(self._image.parts)))
@@ -920,17 +922,18 @@ class _Run:
             if is_complete and not pushed_all:
                 pushed_all = True
                 self._lanes.finish()
-            patience = 0.0 if numbers else _WAIT_FOR_LANE_S if pushed_all else _WAIT_FOR_SLOT_S
-            is_over = self._lanes.poll(patience)
+            is_over = self._lanes.poll(0.0 if numbers else _WAIT_FOR_LANE_S if pushed_all else pause_s)
             memory.has_arrived()
             if is_over:
                 return
             done = memory.board.num_done()
             if numbers or done != num_done:
-                num_done = done
+                num_done, pause_s = done, _SHORTEST_WAIT_FOR_SLOT_S
                 self._deadline.progress()
             elif self._deadline.passed:
                 self._fail_for_time(done)
+            else:
+                pause_s = min(2 * pause_s, _LONGEST_WAIT_FOR_SLOT_S)
 
     def _packed_checksums(self) -> list[bytes]:
         board = self._memory.board
