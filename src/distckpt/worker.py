@@ -38,7 +38,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import crc32c
@@ -477,21 +477,18 @@ class _Current:
 
     def _write_whole(self, image: ImageFile, part: Part) -> bytes:
         """Write a part in one call, once all of its checksums are known."""
-        checksums = _Checksums(part.spans)
-        whole_crc = 0
+        checksums = Checksums(part.spans, of_all=bool(part.spans))
         with contextlib.ExitStack() as views:
             buffers = []
             for slab, slab_offset, nbytes in itertools.chain.from_iterable(_blocks(part)):
                 buffers.append(self._view(views, slab, slab_offset, nbytes))
                 checksums.update(buffers[-1])
-                if part.spans:
-                    whole_crc = int(crc32c.crc32c(buffers[-1], whole_crc))
-            image.write(part.offset, buffers, whole_crc if part.spans else None)
+            image.write(part.offset, buffers, checksums.of_all)
         return checksums.packed()
 
     def _write_pieces(self, image: ImageFile, part: Part) -> bytes:
         """Write a part block by block, each while the checksums of the next are taken."""
-        checksums = _Checksums(part.spans)
+        checksums = Checksums(part.spans)
         offset = part.offset
         # A traceback that somebody holds must not hold the memory behind the buffers.
         with contextlib.ExitStack() as waiting:
@@ -545,10 +542,37 @@ def _blocks(part: Part) -> Iterator[list[tuple[int, int, int]]]:
         yield block
 
 
-class _Checksums:
-    """Checksums of spans of a part, taken while its bytes pass by; a span may lie across several buffers."""
+@cache
+def _effect_of_block() -> tuple[int, ...]:
+    """Return what each bit of a CRC32C becomes, by itself, once a whole block follows."""
+    zeros = bytes(CHECKSUM_BLOCK_BYTES)
+    of_none = crc32c.crc32c(zeros, 0)
+    return tuple(int(crc32c.crc32c(zeros, 1 << bit) ^ of_none) for bit in range(32))
 
-    def __init__(self, spans: tuple[int, ...]) -> None:
+
+def _followed_by_block(crc: int, of_block: int) -> int:
+    """Return the CRC32C of bytes of which the last are a whole block, from that of those before and its own.
+
+    For bytes of one length, `crc32c(bytes, crc) ^ crc32c(bytes, 0)` is linear in `crc` and depends on nothing
+    else: a CRC is a remainder of polynomials over GF(2).
+    """
+    for bit, effect in enumerate(_effect_of_block()):
+        if crc >> bit & 1:
+            of_block ^= effect
+    return of_block
+
+
+class Checksums:
+    """Checksums of spans of a part, taken while its bytes pass by; a span may lie across several buffers.
+
+    Args:
+        spans: As `Part.spans`.
+        of_all: Whether to take one of all bytes, too.
+    """
+
+    def __init__(self, spans: tuple[int, ...], *, of_all: bool = False) -> None:
+        self.of_all = 0 if of_all else None
+        """The checksum of all bytes so far."""
         self._spans = spans
         self._at = 0
         self._position = 0
@@ -558,6 +582,10 @@ class _Checksums:
     def update(self, view: memoryview) -> None:
         """Take the next bytes of the part."""
         start, end = self._position, self._position + view.nbytes
+        first = len(self._values)
+        whole_block = self._spans[self._at : self._at + 2] == (start, CHECKSUM_BLOCK_BYTES) and (
+            view.nbytes == CHECKSUM_BLOCK_BYTES
+        )
         while self._at < len(self._spans):
             low = self._spans[self._at]
             high = low + self._spans[self._at + 1]
@@ -571,6 +599,12 @@ class _Checksums:
             self._value = 0
             self._at += 2
         self._position = end
+        if self.of_all is not None:
+            self.of_all = (
+                _followed_by_block(self.of_all, self._values[first])
+                if whole_block
+                else int(crc32c.crc32c(view, self.of_all))
+            )
 
     def packed(self) -> bytes:
         """Return all checksums, 4 bytes each, little-endian."""

@@ -557,7 +557,7 @@ class Zombie:
 @pytest.mark.parametrize(
     ("kind", "workers", "before", "by_worker"),
     [
-        ("writer", 1, "overwrite", False),
+        pytest.param("writer", 1, "overwrite", False, marks=pytest.mark.thorough),
         ("checkpointer", 2, "fresh", False),
         ("async", 2, "removed", True),
         ("checkpointer", 2, "overwrite", True),
@@ -660,9 +660,18 @@ def fault_of_race(path: Path, outcomes: dict[str, CheckpointError | None]) -> st
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("before", ["fresh", "overwrite"])
 @pytest.mark.parametrize(
-    "how", ["one writer, async", "two writers", "two writers, async", "two checkpointers"]
+    ("how", "before"),
+    [
+        ("one writer, async", "fresh"),
+        pytest.param("one writer, async", "overwrite", marks=pytest.mark.thorough),
+        pytest.param("two writers", "fresh", marks=pytest.mark.thorough),
+        ("two writers", "overwrite"),
+        ("two writers, async", "fresh"),
+        pytest.param("two writers, async", "overwrite", marks=pytest.mark.thorough),
+        pytest.param("two checkpointers", "fresh", marks=pytest.mark.thorough),
+        ("two checkpointers", "overwrite"),
+    ],
 )
 def test_two_saves_at_once_in_one_directory(
     open_job: OpenJob, watcher: Watcher, tmp_path: Path, rng: random.Random, how: str, before: str

@@ -307,8 +307,15 @@ def save_often(path: str, workers: int, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.perf
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "mode"),
+    [
+        (1, "sync"),
+        pytest.param(1, "async", marks=pytest.mark.thorough),
+        pytest.param(2, "sync", marks=pytest.mark.thorough),
+        (2, "async"),
+    ],
+)
 def test_memory_and_descriptors_are_flat_over_fifty_saves(
     programs: Programs, tmp_path: Path, workers: int, mode: str
 ) -> None:

@@ -175,8 +175,20 @@ def refuse_every_call(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("number", "goes_on", "ops"), FAULTS)
-@pytest.mark.parametrize(("workers", "mode"), [(1, "sync"), (2, "async")])
+@pytest.mark.parametrize(
+    ("workers", "mode", "number", "goes_on", "ops"),
+    [
+        pytest.param(
+            workers,
+            mode,
+            *fault.values,
+            id=f"{workers}-{mode}-{fault.id}",
+            marks=[pytest.mark.thorough] * late,
+        )
+        for turn, fault in enumerate(FAULTS)
+        for workers, mode, late in [(1, "sync", turn % 2), (2, "async", 1 - turn % 2)]
+    ],
+)
 def test_whichever_call_of_a_writer_is_refused(
     open_writer: OpenWriter,
     refusals: Refusals,

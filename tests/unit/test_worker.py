@@ -7,6 +7,7 @@ import itertools
 import json
 import mmap
 import os
+import random
 import socket
 import struct
 import subprocess
@@ -32,6 +33,7 @@ from distckpt.worker import (
     ZEROS,
     Board,
     Channel,
+    Checksums,
     Job,
     LaneWriter,
     Part,
@@ -72,6 +74,37 @@ def test_checksum_is_crc32c() -> None:
     # The check value of the algorithm's definition, RFC 3720 B.4 and the catalogue of CRC algorithms.
     assert checksum(b"123456789") == 0xE3069283
     assert checksum(memoryview(bytes(32))) == 0x8A9136AA
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(0, 2 * CHECKSUM_BLOCK_BYTES),
+    st.lists(
+        st.tuples(st.integers(0, 99), st.one_of(st.integers(0, 99), st.integers(0, 10 << 20))),
+        min_size=1,
+        max_size=4,
+    ),
+    st.randoms(),
+)
+def test_the_checksum_of_a_part_is_that_of_all_its_bytes(
+    offset: int, items: list[tuple[int, int]], chance: random.Random
+) -> None:
+    spans: list[int] = []
+    position = offset
+    for padding, nbytes in items:
+        for start, size in block_spans(position + padding, nbytes):
+            spans += [start - offset, size]
+        position += padding + nbytes
+    data = memoryview(chance.randbytes(1 << 10) * ((position - offset >> 10) + 1))[: position - offset]
+    checksums = Checksums(tuple(spans), of_all=True)
+    done = 0
+    while done < data.nbytes:
+        size = min(data.nbytes - done, CHECKSUM_BLOCK_BYTES - (offset + done) % CHECKSUM_BLOCK_BYTES)
+        checksums.update(data[done : done + size])
+        done += size
+    assert checksums.of_all == checksum(data)
+    each = [checksum(data[start : start + size]) for start, size in zip(spans[::2], spans[1::2], strict=True)]
+    assert list(struct.unpack(f"<{len(each)}I", checksums.packed())) == each
 
 
 @given(st.integers(0, 3 * CHECKSUM_BLOCK_BYTES), st.integers(0, 3 * CHECKSUM_BLOCK_BYTES))
