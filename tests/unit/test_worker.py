@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distckpt.errors import WriteError
@@ -76,6 +76,8 @@ def test_checksum_is_crc32c() -> None:
     assert checksum(memoryview(bytes(32))) == 0x8A9136AA
 
 
+@example(0, [(0, 10 << 20)], random.Random(1))
+@example(99, [(7, 3), (0, 3 * CHECKSUM_BLOCK_BYTES)], random.Random(2))
 @settings(max_examples=20)
 @given(
     st.integers(0, 2 * CHECKSUM_BLOCK_BYTES),
