@@ -113,6 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         command.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of checkpoints")
+        command.add_argument(
+            "--storage-options",
+            type=_json_object,
+            metavar="JSON",
+            help='for the storage that a URL names, such as {"endpoint_url": "https://s3.example"}',
+        )
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run=run, command=name)
         return command
@@ -138,6 +144,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
 def _complain(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"distckpt: {_shown(text)}", file=sys.stderr)
@@ -146,38 +162,35 @@ def _complain(text: str) -> None:
 # Where checkpoints are.
 
 
-def _open(path: str) -> Storage:
+def _open(path: str, storage_options: dict[str, Any] | None) -> Storage:
     """Open what a user named: a path as it is, or a URL.
 
     Raises:
         CheckpointError: There is no such directory, or the URL leads nowhere.
     """
     if "://" in path or "::" in path:
-        return open_storage(path)
+        return open_storage(path, storage_options)
     if not os.path.isdir(path):
         raise CheckpointError(
             f"{path!r} is no directory" if os.path.exists(path) else f"there is no {path!r}"
         )
-    return open_storage(Path(path))
+    return open_storage(Path(path), storage_options)
 
 
-def _inner(storage: Storage) -> list[Storage]:
+def _inner(storage: Storage, storage_options: dict[str, Any] | None) -> list[Storage]:
     """Return what may be the checkpoints of a directory, in the order of their steps."""
     names = [name.rstrip("/") for name in storage.list() if name.endswith("/")]
     names.sort(key=lambda name: (step_of(name) is None, step_of(name) or 0, name))
-    return [_open_inner(f"{storage.url.rstrip('/')}/{name}") for name in names]
+    urls = [f"{storage.url.rstrip('/')}/{name}" for name in names]
+    return [open_storage(url if "://" in url else Path(url), storage_options) for url in urls]
 
 
-def _open_inner(url: str) -> Storage:
-    return open_storage(url if "://" in url else Path(url))
-
-
-def _checkpoints(path: str) -> list[tuple[Storage, Summary]]:
-    """Return the checkpoint at `path`, or those below it by step and name; none if there are none."""
-    storage = _open(path)
+def _checkpoints(options: argparse.Namespace) -> list[tuple[Storage, Summary]]:
+    """Return the checkpoint at the path, or those below it by step and name; none if there are none."""
+    storage = _open(options.path, options.storage_options)
     found = [(storage, survey(storage))]
     if found[0][1].status == "absent":
-        found = [(inner, _survey(inner)) for inner in _inner(storage)]
+        found = [(inner, _survey(inner)) for inner in _inner(storage, options.storage_options)]
     return [each for each in found if each[1].status != "absent"]
 
 
@@ -199,12 +212,14 @@ def _worst(statuses: Iterable[int]) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    storage = _open(options.path)
+    storage = _open(options.path, options.storage_options)
     with _progress(quiet=options.json) as on_progress:
         jobs = options.jobs or default_jobs()
         reports = [verify(storage, jobs=jobs, on_progress=on_progress)]
         if reports[0].status == "absent":
-            reports = [_report(inner, jobs, on_progress) for inner in _inner(storage)]
+            reports = [
+                _report(inner, jobs, on_progress) for inner in _inner(storage, options.storage_options)
+            ]
     reports = [report for report in reports if report.status != "absent"]
     # A root of which some step was never completed is well all the same, as long as others are.
     statuses = [_status_of(report) for report in reports]
@@ -287,7 +302,7 @@ def _draw_reports(console: Console, reports: list[Report]) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    summaries = [summary for _, summary in _checkpoints(options.path)]
+    summaries = [summary for _, summary in _checkpoints(options)]
     # A root of which some step was never completed is well all the same, as long as others are.
     some_well = any(each.status == "complete" for each in summaries)
     status = _worst(
@@ -365,7 +380,7 @@ class _Swept(TypedDict):
 def _sweep(options: argparse.Namespace) -> int:
     done: list[_Swept] = []
     statuses = []
-    for storage, summary in _checkpoints(options.path):
+    for storage, summary in _checkpoints(options):
         removed, message, status = _sweep_one(storage, summary, options)
         statuses.append(status)
         done.append({"url": storage.url, "status": summary.status, "removed": removed, "message": message})
@@ -442,7 +457,7 @@ class _Entry:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    checkpoints = _checkpoints(options.path)
+    checkpoints = _checkpoints(options)
     chosen = [each for each in checkpoints if each[1].status in {"complete", "unverifiable", "damaged"}]
     if not chosen:
         raise _Nothing(options.path)

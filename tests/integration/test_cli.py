@@ -30,6 +30,7 @@ from distckpt.storage import open_storage
 from distckpt.verification import verify
 from faults.checkpoints import state_of, wait_until
 from faults.in_process_ranks import parts_of, save_as_ranks
+from servers import S3Server
 
 EVIL = "layer\x1b[31m\tred\n\u202egnp.\udc80"
 STATE: dict[str, Any] = {
@@ -270,6 +271,25 @@ def test_a_url_that_leads_nowhere_is_one_line(run: Run, url: str) -> None:
 def test_a_file_url_is_followed(root: Path, run: Run) -> None:
     status, out, _ = run("verify", f"file://{root}")
     assert (status, len(rows(out))) == (0, 2)
+
+
+def test_checkpoints_on_s3_with_options(s3_server: S3Server, s3_url: str, run: Run) -> None:
+    options = ["--storage-options", json.dumps(s3_server.options)]
+    with Checkpointer(s3_url, storage_options=s3_server.options) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"weight": torch.full((5,), float(step))})
+    open_storage(f"{s3_url}/step-00000002", s3_server.options).put(f"__0_0.distcp.{32 * '0'}", b"left")
+    status, out, _ = run("ls", s3_url, *options)
+    assert (status, [row[:2] for row in rows(out)]) == (0, [["complete", "1"], ["complete", "2"]])
+    assert run("verify", s3_url, *options)[0] == 3
+    assert run("inspect", f"{s3_url}/step-00000001", *options)[0] == 0
+    status, out, _ = run("sweep", s3_url, *options)
+    assert (status, len(rows(out))) == (0, 1)
+    assert run("verify", s3_url, *options)[0] == 0
+    for text, said in (("{", "no JSON"), ("[]", "no JSON object"), ('{"nosuch": 1}', "nosuch")):
+        status, out, err = run("ls", s3_url, "--storage-options", text)
+        assert (status, out) == (2, "")
+        assert said in err
 
 
 # ls

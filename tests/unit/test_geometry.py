@@ -154,6 +154,7 @@ def test_chunks_of_a_mesh_are_what_torch_cuts(drawn: tuple[list[int], list[int],
     shape, mesh, placements = drawn
     whole = torch.arange(math.prod(shape)).view(shape)
     held: dict[int, list[Box]] = {}
+    count = 0
     for coordinate in itertools.product(*map(range, mesh)):
         local_shape, chunks = shard_chunks(shape, mesh, coordinate, placements)
         local = split_by_torch(whole, mesh, coordinate, placements)
