@@ -26,10 +26,9 @@ def run(program: str, *arguments: object, folder: Path, timeout_s: float) -> lis
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("workers", "mode", "step"), [(1, "sync", 7), pytest.param(2, "async", 11, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("workers", "mode", "step"), [(1, "sync", 7), (2, "async", 11)])
 def test_power_loss_at_any_point_of_an_overwrite_leaves_old_or_new(
     tmp_path: Path,
     rng: random.Random,
