@@ -102,6 +102,8 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.nbytes)
         return
+    if arguments.path is None:
+        parser.error("a path, or --serve")
     with make_buffer(arguments.buffer_bytes) as buffer:
         print("ready", flush=True)
         sys.stdin.readline()
