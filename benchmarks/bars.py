@@ -82,6 +82,7 @@ class Sizes:
     ranks: int = 2
     rank_bytes: int = 4 * GIB
     rank_tensors: int = 64
+    rank_on_disk: int = 0
 
     @classmethod
     def smoke(cls) -> Sizes:

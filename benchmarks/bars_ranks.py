@@ -32,11 +32,11 @@ from bars import (
     timed_save,
 )
 from ceilings import CopyCeiling
-from machine import GIB, scratch, storage_type
+from machine import GIB, default_disk, scratch, storage_type
 from peers import remove
 from torch import distributed
 
-_LIMIT_S = 100.0
+_LIMIT_S = 240.0
 _OF_CEILING = 0.98
 
 
@@ -48,7 +48,8 @@ def measure_ranks(report: Report, device: str, sizes: Sizes) -> None:
     """
     ranks = sizes.ranks
     nbytes = fitting(device, sizes.rank_bytes * ranks) // ranks
-    with scratch(memory_place(3 * ranks * nbytes)) as folder:
+    place = default_disk() if sizes.rank_on_disk else memory_place(3 * ranks * nbytes)
+    with scratch(place) as folder:
         report.add("storage", storage_type(folder))
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))

@@ -20,6 +20,8 @@ __all__ = [
     "IntegrityError",
     "MissingRanks",
     "SaveHandle",
+    "SavePlanner",
+    "Sharded",
     "StagingError",
     "StorageContract",
     "StorageReader",
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
         WorkerDied,
         WriteError,
     )
+    from distckpt.planner import SavePlanner
     from distckpt.reader import StorageReader
+    from distckpt.sharded import Sharded
     from distckpt.storage import register_storage
     from distckpt.storage.contract import StorageContract
     from distckpt.writer import StorageWriter
@@ -56,6 +60,8 @@ if not TYPE_CHECKING:
         "add_arguments": "config",
         "Checkpointer": "checkpointer",
         "SaveHandle": "checkpointer",
+        "SavePlanner": "planner",
+        "Sharded": "sharded",
         "StorageContract": "storage.contract",
         "StorageReader": "reader",
         "StorageWriter": "writer",

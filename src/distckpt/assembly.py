@@ -4,7 +4,8 @@ What the ranks of a `Checkpointer` have is learnt from storage: no rank waits fo
 
 Invariants:
     * An entry of which a chunk is missing, or that two ranks describe differently, is never published.
-    * What two ranks wrote alike is read from the first of them.
+    * What two ranks wrote alike is read from the first of them, and what one wrote whole from there.
+    * What ranks have left to each other is checked before anything is published.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from distckpt.errors import CommitError
-from distckpt.geometry import misfit
+from distckpt.geometry import misfit, outermost
 from distckpt.metadata import DCP_VERSION
+from distckpt.ownership import members_in, plain_of_all, shares_from
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,91 +40,133 @@ if TYPE_CHECKING:
     from distckpt.manifest import PartialManifest
 
 
+class ReplicasDiffer(CommitError):
+    """Ranks have not the same chunks, although their mesh says so."""
+
+
 def entry_of(write_item: WriteItem, path: Sequence[Any] | None) -> list[Any]:
     """Return what a coordinator needs to know of an item (see `ItemTable.entries`)."""
     data = write_item.tensor_data
     if data is None:
-        return [None, None, None, None, path]
+        return [None, None, None, None, path, True]
     return [
         list(data.size),
         list(data.chunk.sizes),
         str(data.properties.dtype).removeprefix("torch."),
         data.properties.requires_grad,
         path,
+        write_item.type is not WriteItemType.SHARD,
     ]
 
 
 def assemble(manifests: Sequence[PartialManifest], checkpoint_id: str, save_id: str) -> Metadata:
-    """Return the metadata of the checkpoint that `manifests`, one for each rank, describe.
+    """Return the metadata of the checkpoint that `manifests`, one for each participant, describe.
 
     Args:
-        manifests: By rank.
+        manifests: In the order of the participants.
         checkpoint_id: For the metadata.
         save_id: For the metadata.
 
     Raises:
         CommitError: They contradict each other, or do not cover what they describe.
+        ReplicasDiffer: Ranks have not the chunks that their mesh says.
     """
+    check_shares(manifests)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    chunks: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-    storage_data: dict[MetadataIndex, _StorageInfo] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-    coordinator_plan = manifests[0].head["plan"]
-    for rank, manifest in enumerate(manifests):
-        if manifest.head.get("relies") not in ("", coordinator_plan):
-            raise CommitError(
-                f"not published: what rank 0 saves has changed, and rank {rank} had left to it what both "
-                f"have; the next save is complete again",
-                rank=rank,
-            )
+    chunks: dict[str, dict[Any, tuple[ChunkStorageMetadata, _StorageInfo]]] = {}
+    blobs: dict[str, _StorageInfo] = {}
+    known: dict[str, tuple[Any, ...]] = {}
+    paths: dict[str, list[Any]] = {}
+    for manifest in manifests:
+        rank = manifest.head["rank"]
         names = list(manifest.ref.files)
         table = json.loads(manifest.items)
-        for fqn, offset, file, start, nbytes, entry in zip(
+        for fqn, offset, file, start, nbytes, (size, chunk_size, dtype, requires_grad, path, _) in zip(
             table["fqns"], table["chunks"], table["item_files"], table["offsets"], table["sizes"],
             table["entries"], strict=True,
         ):  # fmt: skip
-            size, chunk_size, dtype, requires_grad, path = entry
             if path is not None:
-                paths.setdefault(fqn, tuple(path))
-            info = _StorageInfo(names[file], start, nbytes)
-            known = entries.get(fqn)
-            if size is None:
-                if known is None:
+                paths.setdefault(fqn, path)
+            kind = (size, dtype)
+            earlier = known.setdefault(fqn, kind)
+            if earlier is kind:
+                if size is None:
                     entries[fqn] = BytesStorageMetadata()
-                    storage_data[MetadataIndex(fqn)] = info
-                elif not isinstance(known, BytesStorageMetadata):
-                    _contradict(fqn, rank)
-                continue
-            if known is None:
+                    blobs[fqn] = _StorageInfo(names[file], start, nbytes)
+                    continue
                 properties = TensorProperties(dtype=getattr(torch, dtype), requires_grad=requires_grad)
-                known = entries[fqn] = TensorStorageMetadata(properties, torch.Size(size), [])
-            if (
-                not isinstance(known, TensorStorageMetadata)
-                or list(known.size) != size
-                or known.properties.dtype != getattr(torch, dtype)
-            ):
+                entries[fqn] = TensorStorageMetadata(properties, torch.Size(size), [])
+                chunks[fqn] = {}
+            elif earlier != kind:
                 _contradict(fqn, rank)
+            elif size is None:
+                continue
             if 0 in chunk_size and 0 not in size:
                 # An empty shard may have the offsets of a real one, which is what a reader must find.
                 continue
-            key = (fqn, tuple(offset))
-            if key in chunks:
-                if chunks[key] != tuple(chunk_size):
-                    _contradict(fqn, rank)
-                continue
-            chunks[key] = tuple(chunk_size)
-            index = MetadataIndex(fqn, torch.Size(offset), len(known.chunks))
-            known.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(chunk_size)))
-            storage_data[index] = info
-    for fqn, known in entries.items():
-        if isinstance(known, TensorStorageMetadata):
-            wrong = misfit(known.size, [(chunk.offsets, chunk.sizes) for chunk in known.chunks])
+            # The sizes, too: one rank may have written all of what others share.
+            chunks[fqn].setdefault(
+                (*offset, *chunk_size),
+                (
+                    ChunkStorageMetadata(torch.Size(offset), torch.Size(chunk_size)),
+                    _StorageInfo(names[file], start, nbytes),
+                ),
+            )
+    storage_data = {MetadataIndex(fqn): info for fqn, info in blobs.items()}
+    for fqn, found in chunks.items():
+        entry = entries[fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        written = list(found.values())
+        boxes = [(chunk.offsets, chunk.sizes) for chunk, _ in written]
+        wrong = misfit(entry.size, boxes)
+        if wrong is not None:
+            kept = outermost(boxes)
+            written = [written[number] for number in kept]
+            wrong = misfit(entry.size, [boxes[number] for number in kept])
             if wrong is not None:
                 raise CommitError(f"not published: nobody wrote {fqn!r} completely: {wrong}")
-    metadata = Metadata(entries, planner_data=paths, storage_data=storage_data)
+        for number, (chunk, info) in enumerate(written):
+            entry.chunks.append(chunk)
+            storage_data[MetadataIndex(fqn, chunk.offsets, number)] = info
+    planner_data = {fqn: tuple(path) for fqn, path in paths.items()}
+    metadata = Metadata(entries, planner_data=planner_data, storage_data=storage_data)
     metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
     metadata.version = DCP_VERSION
     return metadata
+
+
+def check_shares(manifests: Sequence[PartialManifest]) -> None:
+    """Check that ranks which left items to each other have the same ones.
+
+    Args:
+        manifests: In the order of the participants.
+
+    Raises:
+        CommitError: They have not.
+        ReplicasDiffer: So it is with chunks of which their mesh says that they have the same.
+    """
+    told = [shares_from(manifest.head["shares"]) for manifest in manifests]
+    plain = plain_of_all([shares.plain for shares in told])
+    classes: dict[tuple[str, str], set[int]] = {}
+    for place, shares in enumerate(told):
+        if shares.relies not in ("", plain):
+            rank = manifests[place].head["rank"]
+            raise CommitError(
+                f"not published: what some rank saves has changed, and rank {rank} had left to others what "
+                f"they had; the next save is complete again",
+                rank=rank,
+            )
+        for one in shares.classes:
+            classes.setdefault(one, set()).add(place)
+    for (members, _), places in classes.items():
+        missing = sorted(set(members_in(members)) - places)
+        if missing:
+            rank, other = (manifests[place].head["rank"] for place in (missing[0], min(places)))
+            raise ReplicasDiffer(
+                f"not published: rank {rank} has not the same chunks as rank {other}, although by their mesh "
+                f"they are replicas; the next save is complete again",
+                rank=rank,
+            )
 
 
 def _contradict(fqn: str, rank: int) -> NoReturn:

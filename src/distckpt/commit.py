@@ -17,7 +17,6 @@ import errno
 import json
 import logging
 import os
-import re
 import socket
 import time
 from dataclasses import dataclass
@@ -50,46 +49,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _SETTLE_ATTEMPTS = 3
 _PUBLISH_ATTEMPTS = 3
-_REMEMBERED_CLAIMS = 64
-"""Saves that an owner record names as earlier ones, the last about first."""
-_FAILURE = re.compile(r"failed-rank-(\d+)\.json")
-
-
-def report_failure(storage: Storage, save_id: str, rank: int, message: str) -> None:
-    """Leave word that `rank` gave up the save `save_id`; it goes with what else the save left.
-
-    Args:
-        storage: The checkpoint's directory.
-        save_id: The save.
-        rank: The rank that failed.
-        message: What happened, for the other ranks' errors.
-
-    Raises:
-        WriteError: The storage refuses.
-    """
-    storage.put(f"{FOLDER}{save_id}/failed-rank-{rank:05}.json", seal({"rank": rank, "message": message}))
-
-
-def failures(storage: Storage, save_id: str) -> dict[int, str]:
-    """Return the messages of the ranks that gave up the save `save_id`, as far as they are visible, by rank.
-
-    Raises:
-        WriteError: The storage refuses.
-    """
-    folder = f"{FOLDER}{save_id}/"
-    messages: dict[int, str] = {}
-    for entry in sorted(storage.list(folder)):
-        match = _FAILURE.fullmatch(entry)
-        data = storage.read(folder + entry) if match else None
-        if match is None or data is None:
-            continue
-        try:
-            message = str(json.loads(data)["message"])
-        except (ValueError, KeyError, TypeError):
-            # That a rank failed is known from the name.
-            message = f"{storage.url}/{folder}{entry} is not readable"
-        messages[int(match[1])] = message
-    return messages
 
 
 def committed_by(storage: Storage) -> str | None:
@@ -185,23 +144,6 @@ class Claim:
         """
         return _owner(storage).get("save_id") == self.save_id
 
-    def was_made(self, storage: Storage) -> bool:
-        """Say whether the coordinator has made this claim; for a rank that waits for it.
-
-        Raises:
-            CommitError: It has, and another save has claimed the directory since.
-            IntegrityError: The owner record is damaged.
-            WriteError: The storage refuses.
-        """
-        owner = _owner(storage)
-        # The coordinator's own word that it gave up may have been swept by then.
-        if self.save_id in owner.get("after", ()):
-            raise CommitError(
-                f"not published: {storage.url} was claimed by another save, {owner.get('save_id')}, while "
-                f"this one ({self.save_id}) ran"
-            )
-        return owner.get("save_id") == self.save_id
-
 
 def _owner(storage: Storage) -> dict[str, Any]:
     """Return what the owner record says; nothing if there is none.
@@ -235,42 +177,14 @@ def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
     # What is in the way of the publication is found before anything is written.
     storage.read(METADATA, nbytes=0)
     if rank is None:
-        # A rank that failed before this claim has left word of it under the save's own id.
-        known = [earlier for earlier in _known_saves(storage) if earlier != save_id]
-        owner = {
-            "save_id": save_id, "host": _host(), "pid": os.getpid(), "time": time.time(), "after": known,
-        }  # fmt: skip
-        storage.put(OWNER, seal(owner))
+        storage.put(
+            OWNER, seal({"save_id": save_id, "host": _host(), "pid": os.getpid(), "time": time.time()})
+        )
         # A save that saw its own claim a moment ago may be about to publish: it does so now, or not at all.
         storage.revoke(METADATA)
-        # Word of a failure that came in since stays, for ranks that will not find their save in this record.
-        found = [name for name in _find(storage) if not _is_failure(name) or name.split("/")[1] in known]
-        return Claim(save_id, None, tuple(found), tuple(storage.unfinished()))
+        return Claim(save_id, None, tuple(_find(storage)), tuple(storage.unfinished()))
     # Unfinished files of one rank cannot be told from those that other ranks are writing.
     return Claim(save_id, rank, tuple(_find(storage, rank)))
-
-
-def _known_saves(storage: Storage) -> list[str]:
-    """Return the ids of the last saves that have claimed a directory or left something there.
-
-    Raises:
-        WriteError: The storage refuses.
-    """
-    try:
-        owner = _owner(storage)
-    except WriteError:
-        raise
-    except CheckpointError:
-        # One that is damaged, or of another version, is replaced like any other.
-        owner = {}
-    # Claims at the same instant overlook each other: what the loser leaves tells of it.
-    left = [entry.removesuffix("/") for entry in storage.list(FOLDER) if entry.endswith("/")]
-    overtaken = [str(owner["save_id"])] if "save_id" in owner else []
-    return list(dict.fromkeys([*left, *overtaken, *map(str, owner.get("after", ()))]))[:_REMEMBERED_CLAIMS]
-
-
-def _is_failure(name: str) -> bool:
-    return _FAILURE.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def publish(
@@ -478,14 +392,14 @@ def _find(storage: Storage, rank: int | None = None) -> list[str]:
 
 def _find_records(storage: Storage, rank: int | None) -> list[str]:
     found = []
-    prefixes = ("",) if rank is None else (f"rank-{rank:05}.", f"failed-rank-{rank:05}.")
+    prefix = "" if rank is None else f"rank-{rank:05}."
     for entry in storage.list(FOLDER):
         name = FOLDER + entry
         if name == OWNER:
             continue
         if entry.endswith("/"):
             inners = storage.list(name)
-            ours = [inner for inner in inners if inner.startswith(prefixes)]
+            ours = [inner for inner in inners if inner.startswith(prefix)]
             found += [name + inner for inner in ours]
             # An empty folder may be one that another rank has just made.
             if len(ours) == len(inners) and (ours or rank is None):

@@ -30,14 +30,8 @@ __all__ = ["CheckpointConfig", "add_arguments", "local_ranks", "warn_async_worke
 _logger = logging.getLogger(__name__)
 
 _NOT_AVAILABLE = "not available in this version of distckpt"
-_UNAVAILABLE_SETTINGS = ("ckpt_fully_parallel_load", "ckpt_fully_parallel_save", "keep_last", "load_rng")
-_UNAVAILABLE_FLAGS = (
-    "--ckpt-fully-parallel-save",
-    "--no-ckpt-fully-parallel-save",
-    "--ckpt-fully-parallel-load",
-    "--no-ckpt-fully-parallel-load",
-    "--load-rng",
-)
+_UNAVAILABLE_SETTINGS = ("keep_last", "load_rng")
+_UNAVAILABLE_FLAGS = ("--load-rng",)
 _UNIT_BYTES = {"": 1, "b": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("kmgt", start=1)
@@ -220,6 +214,21 @@ class CheckpointConfig:
             _check_bool,
         ),
     )
+    ckpt_fully_parallel_save: bool = field(
+        default=True,
+        metadata=_describe(
+            "replicas share the writing, each about an equal part of the bytes; without it the first of them "
+            "writes all",
+            _check_bool,
+        ),
+    )
+    ckpt_fully_parallel_load: bool = field(
+        default=True,
+        metadata=_describe(
+            "replicas read disjoint parts and exchange them; without it each reads all that it needs",
+            _check_bool,
+        ),
+    )
     ckpt_on_failure: str = field(
         default="raise",
         metadata=_describe(
@@ -368,7 +377,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("distckpt")
     for one in fields(CheckpointConfig):
         flag = "--" + one.name.replace("_", "-")
-        if flag in taken:
+        # A program may have only what switches a setting off.
+        if flag in taken or (one.default is True and f"--no-{flag[2:]}" in taken):
             continue
         text = one.metadata["help"].replace("%", "%%")
         if one.default is True:

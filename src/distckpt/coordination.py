@@ -1,17 +1,40 @@
-"""Who takes part in a save, and how long it may wait.
+"""Who takes part in a save, how they leave word for each other, and how long a wait may last.
 
-With `dcp.save` the gathers are torch's; what is here is the place of this process among the participants, and
-the deadline that every wait of the engine has. No collectives.
+With `dcp.save` the gathers are torch's. The engine's own saves have a `Coordinator`: a place where every
+participant leaves word and looks for that of the others, in its own time.
+
+Invariants:
+    * No call here waits for another rank, and none is a collective.
+    * A rank that is no participant is never asked for anything.
+
+Torch-free: a key-value store of torch is used as it is given.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
+import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from distckpt.errors import CommitError, ConfigError
+from distckpt.manifest import FOLDER
+from distckpt.storage import open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from distckpt.storage import Storage
+
+_FOLDER = FOLDER + "job-"
+_JOB = re.compile(r"[A-Za-z0-9_-]+")
+_STORE_TIMEOUT = timedelta(seconds=10)
+"""Of one call, which never waits for a key."""
+_IDLE_TIMEOUTS = 10
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,200 @@ class ProgressDeadline:
         self._last = self._clock()
 
     @property
+    def idle_s(self) -> float:
+        """Seconds since something was done."""
+        return self._clock() - self._last
+
+    @property
     def passed(self) -> bool:
         """Whether nothing was done for too long."""
-        return self._clock() - self._last > self.timeout_s
+        return self.idle_s > self.timeout_s
+
+
+@runtime_checkable
+class Coordinator(Protocol):
+    """Where the participants of a `Checkpointer` leave word for each other. Its first one publishes.
+
+    Every method may be called by several threads, and raises `CheckpointError` when it cannot be reached.
+
+    Attributes:
+        rank: Position of this process among the participants.
+        ranks: All participants, as ranks of the job, in an order in which all give them.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+
+    def tell(self, key: str, value: bytes) -> None:
+        """Leave `value` under `key`, in place of what was there."""
+
+    def hear(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+        """Return what was left under `keys`, as far as it is there by now."""
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove what was left under `keys`; what is not there is no error."""
+
+
+class SingleCoordinator:
+    """One process, alone.
+
+    Args:
+        rank: Its rank in the job.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = 0
+        self.ranks: tuple[int, ...] = (rank,)
+
+    def tell(self, key: str, value: bytes) -> None:
+        """Nobody listens."""
+
+    def hear(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+        """Nobody tells anything."""
+        del keys
+        return {}
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Nothing was told."""
+
+
+class StoreCoordinator:
+    """Participants that meet in a key-value store of torch: a TCPStore, a FileStore, that of a process group.
+
+    Args:
+        store: The store. What other things it is used for is not touched.
+        rank: Rank of this process in the job.
+        ranks: All participants, as ranks of the job, in the same order on each of them.
+        name: What the participants have in common, and nobody else who uses the store.
+
+    Raises:
+        ConfigError: `rank` is not among `ranks`, or one is named twice.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], name: str = "") -> None:
+        self.rank, self.ranks = _place(rank, ranks)
+        self._prefix = f"distckpt/{name}/"
+        self._lock = threading.Lock()
+        # A connection of its own where there can be one: torch's own use of the store may wait in it.
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            store = store.clone()
+            store.set_timeout(_STORE_TIMEOUT)
+        self._store = store
+
+    def tell(self, key: str, value: bytes) -> None:
+        """See `Coordinator`."""
+        with self._reaching():
+            self._store.set(self._prefix + key, value)
+
+    def hear(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+        """See `Coordinator`."""
+        names = [self._prefix + key for key in keys]
+        with self._reaching():
+            # To ask for what is not there would wait for it.
+            if not (names and self._store.check(names)):
+                there = [self._store.check([name]) for name in names] if len(names) > 1 else [False]
+                keys = [key for key, is_there in zip(keys, there, strict=False) if is_there]
+                names = [self._prefix + key for key in keys]
+            return dict(zip(keys, self._store.multi_get(names), strict=True)) if names else {}
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """See `Coordinator`."""
+        with self._reaching():
+            for key in keys:
+                self._store.delete_key(self._prefix + key)
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except RuntimeError as error:
+                raise CommitError(f"the store of the participants cannot be reached: {error}") from error
+
+
+class StorageCoordinator:
+    """Participants that have nothing in common but storage: small objects, looked for again and again.
+
+    Args:
+        root: A directory that all participants see, such as that of the `Checkpointer`.
+        rank: Rank of this process in the job.
+        ranks: All participants, as ranks of the job, in the same order on each of them.
+        job: A name that all participants give, and no run before this one had: the scheduler's number of the
+            job, and how often it was restarted.
+        storage_options: Passed to fsspec as they are.
+        timeout_s: Seconds after which a call of the storage has failed; what runs before this have left goes
+            when nothing has changed there for as long as ten of them.
+
+    Raises:
+        ConfigError: `rank` is not among `ranks`, or one is named twice; or `job` is no name or was used.
+        WriteError: The storage refuses.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        rank: int,
+        ranks: Sequence[int],
+        *,
+        job: str,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.rank, self.ranks = _place(rank, ranks)
+        if not _JOB.fullmatch(job):
+            raise ConfigError(f"job: expected letters, digits, - and _, got {job!r}")
+        self._options, self._timeout_s = dict(storage_options or {}), timeout_s
+        above = open_storage(root, self._options, timeout_s=timeout_s)
+        self._storage = self._open(above, job)
+        self._storage.prepare()
+        own = f"here.{rank}"
+        if self._storage.read(own, nbytes=0) is not None:
+            raise ConfigError(
+                f"job: {job!r} was used before, by rank {rank} in {self._storage.url}: what it left there "
+                f"would be taken for word of this run"
+            )
+        self._storage.put(own, b"")
+        if self.rank == 0:
+            self._sweep(above, job)
+
+    def tell(self, key: str, value: bytes) -> None:
+        """See `Coordinator`."""
+        self._storage.put(key, value)
+
+    def hear(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+        """See `Coordinator`."""
+        there = self._storage.list() if len(keys) > 1 else keys
+        found = ((key, self._storage.read(key)) for key in keys if key in there)
+        return {key: bytes(data) for key, data in found if data is not None}
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """See `Coordinator`."""
+        for key in keys:
+            self._storage.delete(key)
+
+    def _open(self, above: Storage, job: str) -> Storage:
+        url = f"{above.url.rstrip('/')}/{_FOLDER}{job}"
+        return open_storage(url, self._options, timeout_s=self._timeout_s)
+
+    def _sweep(self, above: Storage, own: str) -> None:
+        """Remove what runs before this have left; their last words may have been heard by nobody."""
+        for entry in above.list(FOLDER):
+            job = (FOLDER + entry).removeprefix(_FOLDER).removesuffix("/")
+            if job == own or not _JOB.fullmatch(job):
+                continue
+            storage = self._open(above, job)
+            changed = storage.last_change()
+            if changed is None or time.time() - changed < _IDLE_TIMEOUTS * self._timeout_s:
+                continue
+            for name in storage.list():
+                storage.delete(name)
+            storage.remove_directory()
+
+
+def _place(rank: int, ranks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    found = tuple(ranks)
+    if len(set(found)) < len(found):
+        raise ConfigError(f"participants: a rank is named twice in {list(found)}")
+    if rank not in found:
+        raise ConfigError(f"participants: this process is rank {rank}, which is none of {list(found)}")
+    return found.index(rank), found

@@ -40,6 +40,7 @@ from distckpt.formats import Format, open_format
 from distckpt.image import Image, ImagePart, lay_out_image
 from distckpt.lanes import Lanes, open_lanes
 from distckpt.staging import CopyTicket, HostCopy, Item, StagedUse, Stager
+from distckpt.watchdog import Standing, Watchdog
 from distckpt.worker import CHECKSUM_BLOCK_BYTES, Board, Job, Part, Plan
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from distckpt.arena import Slab
     from distckpt.config import CheckpointConfig
     from distckpt.storage import Storage
 
@@ -387,6 +387,10 @@ class Engine:
         self.deadline = ProgressDeadline(timeout_s)
         self._checksums = checksums
         self._lock = threading.Lock()
+        self._run: _Run | None = None
+        # Weakly: an engine that is dropped frees its memory at once.
+        stand = weakref.WeakMethod(self._stand)
+        self._watchdog = Watchdog(timeout_s, lambda: _call(stand))
         self._next_plan = 0
         self._dropped: deque[int] = deque()
         per_slot = arena.budget_bytes // (2 * lanes.count + 2) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES
@@ -527,7 +531,14 @@ class Engine:
         largest = max((part.nbytes for part in image.parts), default=0)
         return sum(align(part.nbytes, PAGE_BYTES) for part in image.parts) + 4 * max(largest, self.part_bytes)
 
-    def write(self, storage: Storage, save_id: str, rank: int, items: Sequence[Item]) -> Written | None:
+    def write(
+        self,
+        storage: Storage,
+        save_id: str,
+        rank: int,
+        items: Sequence[Item],
+        tell: Callable[[int, int], None] | None = None,
+    ) -> Written | None:
         """Write `items` durably; the names of their files are durable with the next `Storage.put`.
 
         Args:
@@ -535,6 +546,7 @@ class Engine:
             save_id: Hexadecimal id that no other save has.
             rank: For names and messages.
             items: What to write, staged or not.
+            tell: Is told now and then, on another thread, of bytes written and to be written.
 
         Returns:
             What was written; None without items.
@@ -546,13 +558,13 @@ class Engine:
         """
         if not items:
             return None
-        with self._turn(storage, rank):
+        with self._turn(storage, rank, tell):
             with collector_paused():
                 image = self.lay_out(storage, items)
             waves = _Waves(self, image, items, storage.in_flight)
             try:
                 waves.open()
-                written = _Run(self, storage, save_id, rank, image, waves).run()
+                written = self._finish(_Run(self, storage, save_id, rank, image, waves))
             except BaseException:
                 waves.abandon()
                 raise
@@ -567,6 +579,7 @@ class Engine:
         save_id: str,
         rank: int,
         residence: Residence,
+        tell: Callable[[int, int], None] | None = None,
     ) -> Written:
         """Write what was staged in `residence`, once for each staging, successful or not; see `write`.
 
@@ -575,12 +588,13 @@ class Engine:
             save_id: As for `write`.
             rank: As for `write`.
             residence: Holds it.
+            tell: As for `write`.
 
         Returns:
             What was written.
         """
-        with self._turn(storage, rank):
-            return _Run(self, storage, save_id, rank, residence.image, residence).run()
+        with self._turn(storage, rank, tell):
+            return self._finish(_Run(self, storage, save_id, rank, residence.image, residence))
 
     def drop(self, residence: Residence) -> None:
         """Give up `residence`, which no save uses any more."""
@@ -603,7 +617,7 @@ class Engine:
                 self._lock.release()
 
     @contextlib.contextmanager
-    def _turn(self, storage: Storage, rank: int) -> Iterator[None]:
+    def _turn(self, storage: Storage, rank: int, tell: Callable[[int, int], None] | None) -> Iterator[None]:
         """Hold the lanes: wait as long as the save that holds them gets on, and no longer.
 
         Raises:
@@ -623,10 +637,26 @@ class Engine:
             self._start_lanes(rank)
             while self._dropped:
                 self.lanes.drop_plan(self._dropped.popleft())
-            storage.prepare()
-            yield
+            with self._watchdog.watching(f"rank {rank}: the save of {storage.url}", tell):
+                storage.prepare()
+                yield
         finally:
             self._lock.release()
+
+    def _finish(self, run: _Run) -> Written:
+        self._run = run
+        try:
+            return run.run()
+        finally:
+            self._run = None
+
+    def _stand(self) -> Standing | None:
+        """Return where the save stands that is under way; for the watchdog, on its thread."""
+        run = self._run
+        # Its memory may be given back meanwhile.
+        with contextlib.suppress(ValueError, IndexError):
+            return None if run is None else run.stand()
+        return None
 
     def _start_lanes(self, rank: int) -> None:
         try:
@@ -675,10 +705,9 @@ def _late_copies(items: Sequence[Item], late: Collection[int]) -> frozenset[int]
     )
 
 
-def _call(method: Callable[[], Callable[[Slab], None] | None], slab: Slab) -> None:
+def _call(method: Callable[[], Callable[..., Any] | None], *args: Any) -> Any:
     alive = method()
-    if alive is not None:
-        alive(slab)
+    return None if alive is None else alive(*args)
 
 
 class _Waves:
@@ -973,18 +1002,31 @@ class _Run:
                 failure.pid, failure.exit_status = error.pid, error.exit_status
             raise failure from error
 
+    def stand(self) -> Standing:
+        """Return how far it has got, and what it waits for; any thread may ask."""
+        parts, board, lanes = self._image.parts, self._memory.board, self._lanes
+        nbytes = sum(part.nbytes for number, part in enumerate(parts) if board.is_done(number))
+        pids = lanes.pids
+        workers = {lane: pids[lane] for lane in lanes.unfinished if lane < len(pids)}
+        return Standing(nbytes, self._image.nbytes, self._where()[0], workers)
+
+    def _where(self) -> tuple[str, ImagePart | None]:
+        """Return what the save waits for, and the first part that is not written."""
+        parts, board = self._image.parts, self._memory.board
+        stuck = next((number for number in range(len(parts)) if not board.is_done(number)), None)
+        if stuck is None:
+            return "waiting for the lanes to make their files durable", None
+        part = parts[stuck]
+        doing = "waits for the copy off the device"
+        if board.is_ready(stuck, self._memory.tag):
+            doing = "is with its lane"
+        name = self._names[part.file] if self._names else f"file {part.file}"
+        return f"{name} at byte {part.low} {doing}", part
+
     def _fail_for_time(self, num_done: int) -> NoReturn:
         self._memory.check()
         parts = self._image.parts
-        board = self._memory.board
-        stuck = next((n for n in range(len(parts)) if not board.is_done(n)), None)
-        where, part = "waiting for the lanes to make their files durable", None
-        if stuck is not None:
-            part = parts[stuck]
-            doing = "waits for the copy off the device"
-            if board.is_ready(stuck, self._memory.tag):
-                doing = "is with its lane"
-            where = f"{self._names[part.file]} at byte {part.low} {doing}"
+        where, part = self._where()
         lanes = self._lanes.unfinished
         raise WriteError(
             f"no progress for {self._deadline.timeout_s:.0f} s (--distributed-timeout-minutes): "

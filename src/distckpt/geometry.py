@@ -303,20 +303,61 @@ def misfit(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
         size: Global shape, in elements.
         chunks: Offsets and sizes of each chunk, in elements.
     """
-    volume = 0
-    for offsets, sizes in chunks:
-        inside = all(o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, size, strict=True))
-        if not inside:
-            return f"chunk at {tuple(offsets)} of {tuple(sizes)} lies outside {tuple(size)}"
-        volume += math.prod(sizes)
+    outside = _outside(size, chunks)
+    if outside is not None:
+        return outside
+    volume = sum(math.prod(sizes) for _, sizes in chunks)
     if volume != math.prod(size):
         return f"chunks hold {volume} of the {math.prod(size)} elements of {tuple(size)}"
     # As many elements as there are: there is a gap if and only if two chunks overlap.
+    return _overlapping(chunks)
+
+
+def stray(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
+    """Say why `chunks` cannot lie beside each other in a tensor of `size`, or return None.
+
+    There may be gaps between them.
+
+    Args:
+        size: Global shape, in elements.
+        chunks: Offsets and sizes of each chunk, in elements.
+    """
+    return _outside(size, chunks) or _overlapping(chunks)
+
+
+def _outside(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
+    for offsets, sizes in chunks:
+        if not all(o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, size, strict=True)):
+            return f"chunk at {tuple(offsets)} of {tuple(sizes)} lies outside {tuple(size)}"
+    return None
+
+
+def _overlapping(chunks: Sequence[Box]) -> str | None:
     pair = _overlap([chunk for chunk in chunks if math.prod(chunk[1])])
     if pair is None:
         return None
     first, second = (f"{tuple(offsets)} of {tuple(sizes)}" for offsets, sizes in pair)
     return f"the chunks at {first} and at {second} overlap"
+
+
+def outermost(chunks: Sequence[Box]) -> list[int]:
+    """Return which of `chunks` do not lie within another one, in their order; of equal ones the first.
+
+    Args:
+        chunks: Offsets and sizes of each chunk, in elements.
+    """
+    kept: list[int] = []
+    for number in sorted(range(len(chunks)), key=lambda number: -math.prod(chunks[number][1])):
+        offsets, sizes = chunks[number]
+        if not any(
+            all(
+                other_o <= o and o + s <= other_o + other_s
+                for o, s, other_o, other_s in zip(offsets, sizes, *chunks[other], strict=True)
+            )
+            for other in kept
+        ):
+            kept.append(number)
+    return sorted(kept)
 
 
 def _overlap(chunks: Sequence[Box]) -> tuple[Box, Box] | None:

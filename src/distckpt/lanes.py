@@ -74,6 +74,10 @@ class Lanes(Protocol):
     """Once `poll` has returned True: by index of the file, what the lanes were told of it."""
 
     @property
+    def pids(self) -> list[int]:
+        """Process ids of the running workers, by lane; none where this process writes itself."""
+
+    @property
     def unfinished(self) -> tuple[int, ...]:
         """Lanes that have not yet made durable what they took of the current save."""
 
@@ -134,6 +138,11 @@ class InlineLane:
         self._is_last = False
         self._closed = False
         self._pause = threading.Event()
+
+    @property
+    def pids(self) -> list[int]:
+        """See `Lanes.pids`."""
+        return []
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -458,7 +467,7 @@ class WorkerLanes:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running workers, by lane."""
+        """See `Lanes.pids`."""
         return [worker.pid for worker in self._workers]
 
     @property

@@ -14,13 +14,16 @@ import functools
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distckpt.errors import CheckpointError, IntegrityError
+from distckpt.errors import CheckpointError, CommitError, IntegrityError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from distckpt.storage import Storage
 
@@ -35,6 +38,11 @@ VERSION = 3
 TRAILER = b"\n.distckpt/commit-*.json belongs to this\n"
 """Ends every `.metadata` of ours, behind the pickle, where readers do not look: one that has it and no record
 is damaged, one that has neither may be that of another tool."""
+_VISIBLE_S = 70.0
+"""Longer than an NFS client remembers what a directory holds (acdirmax, 60 s)."""
+_VISIBLE_POLL_S = 0.05
+_FEW = 8
+_READERS = 16
 _ITEMS = b',"items":'
 _SEAL = b',"sha256":"'
 _SEAL_BYTES = len(_SEAL) + 64 + len(b'"}')
@@ -128,7 +136,8 @@ class ItemTable:
         offsets: Bytes from the start of the file.
         sizes: Bytes, framing included.
         entries: What a coordinator that has no plan of this rank needs to know: shape of the tensor, shape of
-            the chunk, dtype, whether it requires grad, path in the state; None if there is such a plan.
+            the chunk, dtype, whether it requires grad, path in the state, whether no mesh tells its holders;
+            None if there is such a plan.
     """
 
     fqns: list[str]
@@ -164,7 +173,7 @@ class Manifest:
         checksums: For each file: CRC32C of each block of each item, items in ascending offset, blocks as
             `worker.block_spans` cuts them, packed as little-endian uint32. Without checksums: b"" for each.
         items: Where the items lie.
-        relies: Digest of the coordinator's plan, if items were left to it that this rank has as well.
+        shares: What this rank relies upon, where others write what it has as well (see `ownership.Shares`).
     """
 
     save_id: str
@@ -174,7 +183,7 @@ class Manifest:
     files: dict[str, int]
     checksums: list[bytes]
     items: ItemTable
-    relies: str = ""
+    shares: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Return the manifest as it stands on storage; `items` is not encoded a second time."""
@@ -185,7 +194,7 @@ class Manifest:
             "rank": self.rank,
             "format": self.format,
             "plan": self.plan,
-            "relies": self.relies,
+            "shares": self.shares,
             "files": self.files,
             "checksums": [base64.b64encode(packed).decode("ascii") for packed in self.checksums],
         })  # fmt: skip
@@ -273,3 +282,43 @@ def read_partial(storage: Storage, save_id: str, rank: int) -> PartialManifest |
         raise IntegrityError(f"{storage.url}/{name} names no files or no items", file=name)
     ref = ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest["files"])
     return PartialManifest(ref, manifest, items[:-1])
+
+
+def read_partials(
+    storage: Storage, save_id: str, ranks: Sequence[int], check: Callable[[], None]
+) -> list[PartialManifest]:
+    """Return the manifests of `ranks`, which have said that they are durable; several at a time.
+
+    Args:
+        storage: The checkpoint's directory.
+        save_id: The save.
+        ranks: The ranks.
+        check: Called while one is not visible; raises if it never will be, for another save has removed it.
+
+    Raises:
+        CommitError: One does not become visible.
+        IntegrityError: As `read_partial`.
+        WriteError: As `read_partial`.
+    """
+
+    def read(rank: int) -> PartialManifest:
+        pause = threading.Event()
+        deadline = time.monotonic() + _VISIBLE_S
+        while True:
+            found = read_partial(storage, save_id, rank)
+            if found is not None:
+                return found
+            check()
+            # NFS: that there was no such file may be remembered for a while.
+            if time.monotonic() > deadline:
+                raise CommitError(
+                    f"not published: rank {rank} has written {storage.url}/{manifest_name(save_id, rank)}, "
+                    f"which is not there",
+                    rank=rank,
+                )
+            pause.wait(_VISIBLE_POLL_S)
+
+    if len(ranks) <= _FEW:
+        return [read(rank) for rank in ranks]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="distckpt-manifests") as pool:
+        return list(pool.map(read, ranks))

@@ -19,6 +19,8 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from distckpt.sharded import Sharded
+
 try:
     from torch._C._dynamo import guards
 
@@ -45,9 +47,10 @@ class View:
         with_paths: Whether `paths` is wanted.
 
     Attributes:
-        leaves: The tensors, in the order of the containers.
-        paths: For each, the keys that lead to it, those of mappings spelt as text, as torch's planner does.
-        structure: Keys and types of what every container holds.
+        leaves: The tensors, in the order of the containers; those of a `Sharded` instead of it.
+        paths: For each, the keys that lead to it, those of mappings spelt as text, as torch's planner does;
+            for a tensor of a `Sharded` the offsets of its box after them, as one key.
+        structure: Keys and types of what every container holds, and the boxes of each `Sharded`.
     """
 
     def __init__(self, state: Mapping[Any, Any], *, with_paths: bool = False) -> None:
@@ -85,13 +88,23 @@ class View:
                 self.paths += [(*prefix, key) for key in keys]
             return
         for key, entry in zip(keys, entries, strict=True):
-            if isinstance(entry, torch.Tensor):
+            if isinstance(entry, Sharded):
+                self._add_boxes(entry, None if prefix is None else (*prefix, key), found)
+            elif isinstance(entry, torch.Tensor):
                 found.add(type(entry))
                 self.leaves.append(entry)
                 if prefix is not None:
                     self.paths.append((*prefix, key))
             elif isinstance(entry, (Mapping, list, tuple)):
                 self._walk(entry, None if prefix is None else (*prefix, key), found)
+
+    def _add_boxes(self, entry: Sharded, path: tuple[Any, ...] | None, found: set[type]) -> None:
+        tensors = entry.tensors
+        found.update(map(type, tensors))
+        self.leaves += tensors
+        self.structure.append((entry.shape, entry.boxes))
+        if path is not None:
+            self.paths += [(*path, offsets) for offsets, _ in entry.boxes]
 
 
 class Signature:

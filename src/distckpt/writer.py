@@ -51,6 +51,7 @@ from distckpt.errors import (
 from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.manifest import ManifestRef, write_manifest
 from distckpt.metadata import DCP_VERSION, manifest_of, merge_results, pickle_metadata, resolve_items
+from distckpt.planner import SavePlanner
 from distckpt.signature import local_tensors
 from distckpt.staging import StagedUse, StagingFailure
 from distckpt.storage import Storage, open_storage
@@ -58,7 +59,8 @@ from distckpt.storage import Storage, open_storage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
     from typing_extensions import Self
 
     from distckpt.staging import CopyTicket
@@ -92,6 +94,8 @@ class _Save:
     is_set_up: bool = False
     started: float = 0.0
     claimed: Claim | None = None
+    num_ranks: int = 1
+    """How many take part; only the coordinator knows."""
     storage: Storage | None = None
     """Opened once: a relative path means the same until the end, wherever the process goes meanwhile."""
 
@@ -252,9 +256,10 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return `plans` unchanged."""
+        self._require().num_ranks = len(plans)
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: TorchSavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write all items of `plan` durably.
 
         Args:
@@ -268,6 +273,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             CheckpointError: Something could not be copied or written; see `Engine.write`.
         """
         save = self._require()
+        if save.num_ranks > 1 and self._config.ckpt_fully_parallel_save:
+            _warn_once_of_planner(planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         try:
             with self._reporting(save):
@@ -427,7 +434,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
                 self._engine = Engine.open(self._config)
             return self._engine
 
-    def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, save: _Save, plan: SavePlan, planner: TorchSavePlanner) -> list[WriteResult]:
         rank = save.participant.rank
         engine = self._get_engine()
         storage = self._storage(save)
@@ -555,6 +562,20 @@ def _complete(future: _StagedState, staged: dict[str, Any], ticket: CopyTicket, 
         )
         staged = {"distckpt staging": StagingFailure(failure, note_failure)}
     future.set_result(staged)
+
+
+_planner_warned = False
+
+
+def _warn_once_of_planner(planner: TorchSavePlanner) -> None:
+    global _planner_warned
+    if not _planner_warned and not isinstance(planner, SavePlanner):
+        _planner_warned = True
+        _LOG.warning(
+            "ckpt_fully_parallel_save has no effect with %s, which does not split what several ranks have: "
+            "pass planner=distckpt.SavePlanner(), or set ckpt_fully_parallel_save=False",
+            type(planner).__name__,
+        )
 
 
 _process_mode_warned = False

@@ -663,7 +663,7 @@ def fault_of_race(path: Path, outcomes: dict[str, CheckpointError | None]) -> st
 @pytest.mark.parametrize(
     ("how", "before"),
     [
-        ("one writer, async", "fresh"),
+        pytest.param("one writer, async", "fresh", marks=pytest.mark.thorough),
         pytest.param("one writer, async", "overwrite", marks=pytest.mark.thorough),
         pytest.param("two writers", "fresh", marks=pytest.mark.thorough),
         ("two writers", "overwrite"),

@@ -52,6 +52,7 @@ def test_power_loss_at_any_point_of_an_overwrite_leaves_old_or_new(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_disk_that_refuses_writes_is_named_and_survived(tmp_path: Path) -> None:
     lines = run("io_errors.py", folder=tmp_path, timeout_s=380)

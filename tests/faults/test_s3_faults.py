@@ -438,10 +438,16 @@ def save_on_rank(how: str, url: str, options: list[dict[str, Any]], bad: int) ->
             0, "sync", {"probability": 0.3, "status": 503, "code": "SlowDown"}, id="busy to the first"
         ),
         pytest.param(
-            2, "checkpointer", {"probability": 0.3, "status": 503, "code": "SlowDown"}, id="busy to another"
+            2,
+            "checkpointer",
+            {"probability": 0.3, "status": 503, "code": "SlowDown"},
+            id="busy to another",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(1, "checkpointer", FILE | {"count": 1, "hang": "body"}, id="not read"),
-        pytest.param(2, "sync", FILE | {"count": 1, "hang": "answer"}, id="not answered"),
+        pytest.param(
+            2, "sync", FILE | {"count": 1, "hang": "answer"}, id="not answered", marks=pytest.mark.thorough
+        ),
         pytest.param(3, "sync", FILE | {"count": 1, "corrupt": -1}, id="corrupted"),
     ],
 )

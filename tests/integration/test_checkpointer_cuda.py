@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -548,3 +551,45 @@ def test_a_failure_leaves_the_next_save_alone(checkpointer: Checkpointer, tmp_pa
             handle.result(WAIT_S)
             check(path_of(tmp_path, step), state, expected, thorough=False)
     assert checkpointer.steps() == [0, 2, 3, 6, 7]
+
+
+def test_planning_and_commit_allocate_no_memory_of_the_device(
+    checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    state: State = {f"t{number}": some(torch.float32, 100 * number) for number in range(40)}
+    state |= {f"large{number}": some(torch.float32, 9, MIB // 4) for number in range(3)}
+    for step in range(3):
+        checkpointer.save(step, state).result(WAIT_S)
+
+    def allocations() -> int:
+        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+    before = allocations()
+    for step in range(3, 6):
+        state["step"] = step
+        # Planned anew, for there is another entry each time.
+        state[f"host{step}"] = torch.ones(1000)
+        checkpointer.prewarm(state).result(WAIT_S)
+        assert allocations() == before
+    for step in range(6, 9):
+        checkpointer.save(step, state).result(WAIT_S)
+    before = allocations()
+    checkpointer.save(9, state).result(WAIT_S)
+    assert allocations() == before
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_an_optimizer_on_the_cpu(tmp_path: Path, readers: int) -> None:
+    """Two ranks save, of one or two GPUs; others load."""
+    script = Path(__file__).parent / "ranks" / "offloaded.py"
+    for what, world in (("save", 2), ("load", readers)):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        done = subprocess.run(
+            [sys.executable, *launch, str(script), what, str(tmp_path / "root")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr

@@ -118,15 +118,12 @@ def test_every_layout(ranks: Ranks, tmp_path: Path, world: int, workers: int) ->
     assert ranks.run(world, restore_steps, root=str(tmp_path), steps=steps) == [[]] * world
     for step in range(1, steps):
         assert_written_once(step_path(tmp_path, step))
-    # What all have alike is written by all as long as they do not know, and by the coordinator from then on.
+    # What all have alike is written by all as long as they do not know, and by one of them from then on.
     first, *others = written_by(step_path(tmp_path, 0))
     plain = {item for item in first if item[0].startswith(("plain", "objects"))}
     assert plain
     assert all(plain <= set(items) for items in others)
-    first, *others = written_by(step_path(tmp_path, steps - 1))
-    assert plain <= set(first)
-    assert not any(plain & set(items) for items in others)
-    assert all(items for items in others)
+    assert plain <= {item for items in written_by(step_path(tmp_path, steps - 1)) for item in items}
 
 
 def save_models(root: str, steps: int) -> list[Any]:
@@ -207,10 +204,7 @@ def test_entries_of_some_ranks(ranks: Ranks, tmp_path: Path) -> None:
         found = read_with_torch(step_path(tmp_path, step))
         assert found.keys() == {"all", "step", "of 0", "of 1", "of 2", "not of 0", "object not of 0"}
         assert found["of 2"]["object"] == ["rank", 2, step]
-    names = [{fqn for fqn, _ in items} for items in written_by(step_path(tmp_path, 2))]
-    assert "all" in names[0]
-    assert not {"all", "step"} & (names[1] | names[2])
-    assert "of 1.t" in names[1]
+    assert_written_once(step_path(tmp_path, 2))
 
 
 def save_nothing_at_some(root: str) -> list[Outcome]:
@@ -398,17 +392,14 @@ def test_one_rank_does_not_save(ranks: Ranks, tmp_path: Path, missing: int) -> N
         assert steps == [0]
         if rank == missing:
             assert failure[0] == "absent"
-        elif failure[0] == "MissingRanks":
+        else:
+            assert failure[0] == "MissingRanks", failure
             absent, waited_s, text = failure[1]
             assert absent == [missing], rank
-            assert f"rank {missing}" in text
+            assert f"rank {missing} never entered the save" in text
             assert str(step_path(tmp_path, 1)) in text
-            assert DEADLINE_S <= waited_s < DEADLINE_S + 3
-        else:
-            # Told by the coordinator, which knows who is missing.
-            assert failure[0] == "CommitError"
-            assert f"rank {missing} in save" in failure[1]
-    assert replies[0][1][0] == ("absent" if missing == 0 else "MissingRanks")
+            if waited_s is not None:
+                assert DEADLINE_S <= waited_s < DEADLINE_S + 3
     for rank, (*_, next_, second) in enumerate(replies):
         assert [next_, second] == [["", ""]] * 2, f"rank {rank}: a save that one left out is over"
 
@@ -418,11 +409,11 @@ def save_from_members(root: str, members: list[int]) -> Any:
     group = distributed.new_group(members)
     if distributed.get_rank() not in members:
         try:
-            Checkpointer(root, process_group=group)
+            Checkpointer(root, participants=group)
         except ConfigError as error:
             return str(error)
         return "made"
-    with Checkpointer(root, process_group=group, async_save=True) as checkpointer:
+    with Checkpointer(root, participants=group, async_save=True) as checkpointer:
         mesh = states.line_mesh(group)
         found: list[Any] = []
         for step in range(3):
@@ -446,9 +437,8 @@ def test_a_group_of_some_ranks(ranks: Ranks, tmp_path: Path, members: list[int])
         else:
             assert "not in the process group" in reply
     assert_written_once(step_path(tmp_path, 2))
-    # Named by the rank in the group.
-    assert {name.split("_")[2] for name in files_of(step_path(tmp_path, 2)) - {".metadata"}} <= set(
-        map(str, range(len(members)))
+    assert {name.split("_")[2] for name in files_of(step_path(tmp_path, 2)) - {".metadata"}} == set(
+        map(str, members)
     )
     expected = states.values("t", (5, 3), torch.float32, 2)
     found = read_with_torch(step_path(tmp_path, 2))["t"]
@@ -532,7 +522,7 @@ def test_what_one_rank_saves_changes(ranks: Ranks, tmp_path: Path, change: str) 
         assert [step for step in range(6) if reply[step][0]] == failed
         for step in failed:
             assert reply[step][0] == "CommitError"
-            assert "what rank 0 saves has changed" in reply[step][1]
+            assert "what some rank saves has changed" in reply[step][1]
     for step in set(range(6)) - set(failed):
         found = read_with_torch(step_path(tmp_path, step))
         # What is left out by rank 0 the others still have.

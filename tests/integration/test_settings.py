@@ -14,11 +14,21 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.serialization import _get_layout
 
-from distckpt import CheckpointConfig, ConfigError, IntegrityError, StorageReader, StorageWriter, observe
+from distckpt import (
+    CheckpointConfig,
+    ConfigError,
+    IntegrityError,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    observe,
+)
 from distckpt.manifest import TRAILER
 from integration.checkpoints import (
     assert_every_reader_finds,
@@ -208,6 +218,29 @@ def test_config_and_settings_together(tmp_path: Path) -> None:
         state_dict_saver.save({str(i): torch.zeros(5 << 20) for i in range(3)}, storage_writer=writer)
     assert len(manifest_of(tmp_path / "a")["files"]) == 3
     assert manifest_of(tmp_path / "a")["checksums"] == ["", "", ""]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_planner_that_shares_nothing_is_named_once(
+    tmp_path: Path, is_on: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distckpt.writer._planner_warned", False)
+    with (
+        StorageWriter(ckpt_fully_parallel_save=is_on) as writer,
+        caplog.at_level(logging.WARNING, "distckpt"),
+    ):
+        for number in range(3):
+            # Alone, with ours, and as a planner of torch's would.
+            for ranks, planner in [(1, DefaultSavePlanner()), (2, SavePlanner()), (2, DefaultSavePlanner())]:
+                writer.reset(tmp_path / f"{number}")
+                planner.set_up_planner({"rank": 0})
+                writer.set_up_storage_writer(True, rank=0)
+                plan = writer.prepare_local_plan(planner.create_local_plan())
+                [plan, *_] = writer.prepare_global_plan([plan] + [SavePlan([])] * (ranks - 1))
+                writer.write_data(plan, planner)
+    messages = [entry.getMessage() for entry in caplog.records if entry.name == "distckpt.writer"]
+    assert len(messages) == is_on
+    assert all("ckpt_fully_parallel_save has no effect with DefaultSavePlanner" in line for line in messages)
 
 
 def test_over_a_checkpoint_of_stock_torch_and_back(tmp_path: Path, writer: StorageWriter) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, permutations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -22,12 +23,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from distckpt.assembly import assemble, entry_of
+from distckpt.assembly import ReplicasDiffer, assemble, entry_of
 from distckpt.errors import CommitError
 from distckpt.manifest import ItemTable, Manifest, PartialManifest, read_partial, write_manifest
 from distckpt.metadata import DCP_VERSION, pickle_metadata
+from distckpt.ownership import Shares, plain_of_all
 from distckpt.storage import Storage, open_storage
 from unit.tensors import tensors
+
+_NO_SHARES = Shares()
 
 
 class Piece(NamedTuple):
@@ -45,8 +49,8 @@ class Piece(NamedTuple):
     def entry(self) -> list[Any]:
         path = None if self.path is None else list(self.path)
         if self.size is None:
-            return [None, None, None, None, path]
-        return [list(self.size), list(self.chunk_size or ()), self.dtype, self.requires_grad, path]
+            return [None, None, None, None, path, True]
+        return [list(self.size), list(self.chunk_size or ()), self.dtype, self.requires_grad, path, False]
 
 
 def rows(fqn: str, low: int, high: int, of: int, **others: Any) -> Piece:
@@ -66,15 +70,17 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Storage:
 def put_together(storage: Storage) -> Callable[..., Metadata]:
     """Let ranks write their manifests, and the coordinator read them and put them together."""
 
-    def run(*ranks: Sequence[Piece], relies: Sequence[str] = ()) -> Metadata:
-        manifests = [manifest(storage, rank, pieces, relies) for rank, pieces in enumerate(ranks)]
+    def run(*ranks: Sequence[Piece], shares: Mapping[int, Shares] = MappingProxyType({})) -> Metadata:
+        manifests = [
+            manifest(storage, rank, pieces, shares.get(rank, Shares())) for rank, pieces in enumerate(ranks)
+        ]
         return assemble(manifests, "where/it/is", "0a")
 
     return run
 
 
 def manifest(
-    storage: Storage, rank: int, pieces: Sequence[Piece], relies: Sequence[str] = ()
+    storage: Storage, rank: int, pieces: Sequence[Piece], shares: Shares = _NO_SHARES
 ) -> PartialManifest:
     """Write the manifest of a rank with two files, which have its items in turn; read it back."""
     count = len(pieces)
@@ -90,9 +96,7 @@ def manifest(
     plan = f"plan of {rank}"
     write_manifest(
         storage,
-        Manifest(
-            "0a", rank, "torch_dist", plan, files, [b"", b""], table, dict(enumerate(relies)).get(rank, "")
-        ),
+        Manifest("0a", rank, "torch_dist", plan, files, [b"", b""], table, shares._asdict()),
     )
     found = read_partial(storage, "0a", rank)
     assert found is not None
@@ -208,7 +212,6 @@ def test_what_several_ranks_have_is_read_from_the_first(put_together: Assemble) 
                 rows("t", 0, 2, 4),
                 rows("t", 0, 2, 5),
                 rows("t", 0, 2, 4, dtype="bfloat16"),
-                rows("t", 0, 3, 4),
                 whole("t", 4),
                 whole("t"),
             ],
@@ -233,10 +236,11 @@ def test_ranks_that_contradict_each_other(
         [rows("t", 0, 2, 4)],
         [rows("t", 0, 2, 4), rows("t", 3, 4, 4)],
         [rows("t", 0, 3, 4), rows("t", 2, 4, 4)],
+        [rows("t", 0, 2, 4), rows("t", 0, 3, 4)],
         [rows("t", 0, 2, 4), rows("t", 2, 5, 4)],
         [rows("t", 0, 0, 4)],
     ],
-    ids=["half", "gap", "overlap", "outside", "nothing of it"],
+    ids=["half", "gap", "overlap", "one within the other", "outside", "nothing of it"],
 )
 def test_chunks_that_do_not_fill_their_tensor(put_together: Assemble, pieces: list[Piece]) -> None:
     with pytest.raises(CommitError, match="not published: nobody wrote 't' completely"):
@@ -272,14 +276,43 @@ def test_ranks_without_an_item(put_together: Assemble) -> None:
     assert put_together([], []).state_dict_metadata == {}
 
 
-def test_whose_items_were_left_to_whom(put_together: Assemble) -> None:
+def test_what_one_wrote_whole_and_others_in_parts(put_together: Assemble) -> None:
+    """Only some of the ranks knew that they had the same."""
+    for order in permutations([[rows("t", 0, 4, 6)], [rows("t", 0, 6, 6)], [rows("t", 2, 6, 6)]]):
+        metadata = put_together(*order)
+        entry = metadata.state_dict_metadata["t"]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert entry.chunks == [chunk((0, 0), (6, 3))]
+        assert metadata.storage_data == {
+            MetadataIndex("t", torch.Size((0, 0)), 0): info_of(order.index([rows("t", 0, 6, 6)]), 0)
+        }
+
+
+def test_plain_items_that_were_left_to_others(put_together: Assemble) -> None:
     ranks = [[whole("t", 1)], [], []]
-    assert put_together(*ranks, relies=["", "plan of 0", ""]).state_dict_metadata.keys() == {"t"}
-    with pytest.raises(
-        CommitError, match="what rank 0 saves has changed, and rank 2 had left to it"
-    ) as caught:
-        put_together(*ranks, relies=["", "plan of 0", "an older plan"])
+    plain = ["a", "b", "a"]
+    known = plain_of_all(plain)
+    shares = {rank: Shares(digest, known if rank else "") for rank, digest in enumerate(plain)}
+    assert put_together(*ranks, shares=shares).state_dict_metadata.keys() == {"t"}
+    shares[0] = Shares("changed", "")
+    with pytest.raises(CommitError, match="what some rank saves has changed, and rank 1 had left") as caught:
+        put_together(*ranks, shares=shares)
+    assert caught.value.rank == 1
+
+
+def test_replicas_that_were_left_to_others(put_together: Assemble) -> None:
+    ranks = [[whole("t", 1)], [], [], []]
+    pair, all_of_them = ("0,2", "digest"), ("0-3", "of all")
+    shares = {0: Shares("", "", (pair, all_of_them)), 2: Shares("", "", (all_of_them, pair))}
+    shares |= {rank: Shares("", "", (all_of_them,)) for rank in (1, 3)}
+    assert put_together(*ranks, shares=shares).state_dict_metadata.keys() == {"t"}
+    shares[2] = Shares("", "", (all_of_them, ("0,2", "another digest")))
+    with pytest.raises(ReplicasDiffer, match="rank 2 has not the same chunks as rank 0") as caught:
+        put_together(*ranks, shares=shares)
     assert caught.value.rank == 2
+    shares[2] = Shares("", "", (pair,))
+    with pytest.raises(ReplicasDiffer, match="rank 2 has not the same chunks as rank 0"):
+        put_together(*ranks, shares=shares)
 
 
 def test_paths_are_those_of_the_first_that_has_one(put_together: Assemble) -> None:
@@ -313,7 +346,7 @@ def test_one_rank_says_what_its_planner_says(storage: Storage, state: dict[str, 
     [plan], expected = planner.create_global_plan([planner.create_local_plan()])
     pieces = []
     for item in plan.items:
-        size, chunk_size, dtype, requires_grad, path = entry_of(item, planner.mappings[item.index.fqn])
+        size, chunk_size, dtype, requires_grad, path, _ = entry_of(item, planner.mappings[item.index.fqn])
         pieces.append(
             Piece(item.index.fqn, item.index.offset, chunk_size, size, dtype, bool(requires_grad), path)
         )

@@ -77,6 +77,7 @@ def test_themes(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.thorough
 def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu_check.json"
     smoke = ["--smoke", "--device", "cpu", "--only", ",".join(PARTS), "--out", str(out)]

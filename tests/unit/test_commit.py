@@ -24,12 +24,10 @@ from distckpt.commit import (
     Claim,
     claim,
     committed_by,
-    failures,
     leftovers,
     publish,
     reclaim,
     refuse_part,
-    report_failure,
     sweep,
 )
 from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
@@ -439,7 +437,7 @@ def test_items_are_encoded_once_for_all_saves() -> None:
     assert (before.pop("save_id"), after.pop("save_id")) == ("0a", "0b")
     assert (before.pop("files"), after.pop("files")) == ({"a": 4}, {"b": 4})
     assert (before.pop("checksums"), after.pop("checksums")) == (["YWJjZA=="], ["ZWZnaA=="])
-    rest = {"version": 3, "rank": 0, "format": "torch_dist", "plan": "digest", "relies": ""}
+    rest = {"version": 3, "rank": 0, "format": "torch_dist", "plan": "digest", "shares": {}}
     assert before == after == rest
 
 
@@ -466,34 +464,12 @@ def test_a_manifest_is_read_back_by_rank(storage: Storage, tmp_path: Path) -> No
 def test_a_manifest_may_be_for_a_coordinator_without_a_plan() -> None:
     entries = [[[4], [4], "float32", False, ["model", "a"]]]
     items = ItemTable(["a"], [[0]], [0], [0], [4], entries)
-    manifest = json.loads(Manifest("0a", 0, "torch_dist", "", {}, [], items, relies="digest").to_json())
+    manifest = json.loads(
+        Manifest("0a", 0, "torch_dist", "", {}, [], items, shares={"plain": "digest"}).to_json()
+    )
     assert manifest["items"]["entries"] == entries
-    assert manifest["relies"] == "digest"
+    assert manifest["shares"] == {"plain": "digest"}
     assert "entries" not in json.loads(ItemTable(["a"], [[0]], [0], [0], [4]).json)
-
-
-def test_failures_are_listed_by_rank(storage: Storage, tmp_path: Path) -> None:
-    assert failures(storage, "0a") == {}
-    write_rank(storage, "0a", 0, b"data")
-    report_failure(storage, "0a", 123456, "no space left [ENOSPC] \udc80")
-    report_failure(storage, "0a", 7, "first")
-    report_failure(storage, "0a", 7, "again")
-    report_failure(storage, "0b", 1, "another save")
-    assert failures(storage, "0a") == {7: "again", 123456: "no space left [ENOSPC] \udc80"}
-    for damaged in (b"", b"[]", b"{}"):
-        (tmp_path / ".distckpt/0b/failed-rank-00001.json").write_bytes(damaged)
-        assert "not readable" in failures(storage, "0b")[1]
-
-
-def test_reports_of_failures_are_swept(storage: Storage, tmp_path: Path) -> None:
-    for save_id in ("0a", "0b"):
-        for rank in (1, 11):
-            report_failure(storage, save_id, rank, "failed")
-    claimed = claim(storage, "0c", rank=1)
-    publish(storage, b"part", claimed, [write_rank(storage, "0c", 1, b"data")])
-    assert set(failures(storage, "0a")) == set(failures(storage, "0b")) == {11}
-    save(storage, "0d")
-    assert {path.name for path in (tmp_path / ".distckpt").iterdir() if path.is_dir()} == {"0d"}
 
 
 def test_who_committed_is_known(storage: Storage, tmp_path: Path) -> None:
@@ -696,7 +672,6 @@ def test_damage_to_our_metadata_is_not_taken_for_another_tool(storage: Storage) 
 def test_what_was_never_completed_is_reclaimed(storage: Storage, tmp_path: Path) -> None:
     interrupted = claim(storage, "0a")
     ref = write_rank(storage, "0a", 0, b"data")
-    report_failure(storage, "0a", 1, "failed")
     assert not reclaim(storage, "0b", idle_s=60), "this process lives"
     assert not reclaim(storage, "0b", failed={"0c"}, idle_s=60)
     assert reclaim(storage, "0b", failed={"0a"}, idle_s=60)
@@ -726,9 +701,7 @@ def test_a_directory_is_reclaimed_once_its_owner_is_gone(
     assert tmp_path.exists() != is_over
 
 
-@pytest.mark.parametrize(
-    "what", ["nothing", "an image", "a claim", "half a claim", "a damaged claim", "a word"]
-)
+@pytest.mark.parametrize("what", ["nothing", "an image", "a claim", "half a claim", "a damaged claim"])
 def test_a_directory_is_reclaimed_once_nothing_changes_there(
     storage: Storage, tmp_path: Path, what: str
 ) -> None:
@@ -740,8 +713,6 @@ def test_a_directory_is_reclaimed_once_nothing_changes_there(
         storage.put(".distckpt/owner.0123.tmp", b"")
     elif what == "a damaged claim":
         storage.put(".distckpt/owner", b"damaged")
-    elif what == "a word":
-        report_failure(storage, "0a", 1, "failed")
     paths = [tmp_path, *tmp_path.rglob("*")]
     for changed in paths:
         for path in paths:
@@ -778,31 +749,6 @@ class InterposedStorage(PausedStorage):
         if what.startswith(self.doing) and not self.is_over:
             self.is_over = True
             self.then()
-
-
-def test_a_rank_that_waits_for_a_claim_learns_that_it_was_overtaken(tmp_path: Path) -> None:
-    storage = open_storage(tmp_path)
-    storage.prepare()
-    waiting = [Claim(f"{number:02x}", None, ()) for number in range(100)]
-    assert not waiting[0].was_made(storage)
-    for number, one in enumerate(waiting):
-        assert not one.was_made(storage)
-        claim(storage, one.save_id)
-        assert one.was_made(storage)
-        for earlier in waiting[max(0, number - 60) : number]:
-            with pytest.raises(CommitError, match=f"claimed by another save, {one.save_id}, while"):
-                earlier.was_made(storage)
-    assert len((tmp_path / ".distckpt" / "owner").read_bytes()) < 4096
-    (tmp_path / ".distckpt" / "owner").write_bytes(b"damaged")
-    claim(storage, "aa")
-    assert Claim("aa", None, ()).was_made(storage)
-
-
-def test_a_rank_that_failed_before_the_claim_is_no_earlier_save(storage: Storage) -> None:
-    report_failure(storage, "aa", 1, "its disk is full")
-    claimed = claim(storage, "aa")
-    assert claimed.was_made(storage), "other ranks go on until they read the word of the one that failed"
-    assert failures(storage, "aa") == {1: "its disk is full"}
 
 
 def test_a_claim_that_is_slow_to_revoke_others_does_not_stop_a_later_one(storage: Storage) -> None:

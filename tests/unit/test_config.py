@@ -29,6 +29,8 @@ DEFAULTS: dict[str, object] = {
     "ckpt_host_memory": "auto",
     "ckpt_checksum": "crc32c",
     "ckpt_weights_only": True,
+    "ckpt_fully_parallel_save": True,
+    "ckpt_fully_parallel_load": True,
     "ckpt_on_failure": "raise",
     "log_level": "info",
 }
@@ -41,17 +43,18 @@ FLAGS = {
     "--ckpt-host-memory",
     "--ckpt-checksum",
     "--ckpt-weights-only",
+    "--ckpt-fully-parallel-save",
+    "--ckpt-fully-parallel-load",
     "--ckpt-on-failure",
     "--log-level",
 }
-UNAVAILABLE_FLAGS = {
-    "--ckpt-fully-parallel-save",
+NEGATIVE_FLAGS = {
+    "--no-ckpt-weights-only",
     "--no-ckpt-fully-parallel-save",
-    "--ckpt-fully-parallel-load",
     "--no-ckpt-fully-parallel-load",
-    "--load-rng",
 }
-UNAVAILABLE_SETTINGS = ["ckpt_fully_parallel_save", "ckpt_fully_parallel_load", "load_rng", "keep_last"]
+UNAVAILABLE_FLAGS = {"--load-rng"}
+UNAVAILABLE_SETTINGS = ["load_rng", "keep_last"]
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +117,8 @@ def test_every_field_describes_itself() -> None:
             )
         ),
         *(("ckpt_checksum", value) for value in ("md5", None, False)),
+        *(("ckpt_fully_parallel_save", value) for value in (1, "yes", None)),
+        *(("ckpt_fully_parallel_load", value) for value in (0, "no", None)),
         *(("ckpt_on_failure", value) for value in ("ignore", None)),
         *(("log_level", value) for value in ("INFO", "trace", 20, None)),
     ],
@@ -274,7 +279,7 @@ def test_host_memory_takes_anything_or_refuses_it(value: Any) -> None:
 def test_flag_set_is_frozen() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
-    assert set(parser._option_string_actions) == FLAGS | UNAVAILABLE_FLAGS | {"--no-ckpt-weights-only"}
+    assert set(parser._option_string_actions) == FLAGS | NEGATIVE_FLAGS | UNAVAILABLE_FLAGS
     fields = [field.name for field in dataclasses.fields(CheckpointConfig)]
     assert {"--" + name.replace("_", "-") for name in fields} == FLAGS
     assert vars(parser.parse_args([])) == DEFAULTS
@@ -283,8 +288,8 @@ def test_flag_set_is_frozen() -> None:
 def test_flags_reach_the_config() -> None:
     arguments = (
         "--dist-ckpt-workers 1 --async-save --distributed-timeout-minutes 2.5 --ckpt-format torch_dist "
-        "--ckpt-host-memory 50% --ckpt-checksum none --no-ckpt-weights-only --ckpt-on-failure raise "
-        "--log-level debug"
+        "--ckpt-host-memory 50% --ckpt-checksum none --no-ckpt-weights-only --no-ckpt-fully-parallel-save "
+        "--no-ckpt-fully-parallel-load --ckpt-on-failure raise --log-level debug"
     )
     assert CheckpointConfig.from_args(parse(*arguments.split())) == CheckpointConfig(
         async_save=True,
@@ -292,6 +297,8 @@ def test_flags_reach_the_config() -> None:
         ckpt_host_memory="50%",
         ckpt_checksum="none",
         ckpt_weights_only=False,
+        ckpt_fully_parallel_save=False,
+        ckpt_fully_parallel_load=False,
         log_level="debug",
     )
     assert CheckpointConfig.from_args(parse()) == CheckpointConfig()
@@ -346,7 +353,9 @@ def test_flags_of_the_host_parser_are_left_alone_and_read(handler: str) -> None:
 
     ours = parser.parse_args(["--ckpt-format", "torch_dist", "--load-rng", "--no-ckpt-fully-parallel-save"])
     assert ours.load_rng is True
-    assert CheckpointConfig.from_args(ours) == CheckpointConfig()
+    assert CheckpointConfig.from_args(ours) == CheckpointConfig(ckpt_fully_parallel_save=False)
+    # Where the program can only switch it off, it is on.
+    assert parser.parse_args([]).ckpt_fully_parallel_save is True
     with pytest.raises(ConfigError, match="ckpt_format: expected torch_dist, got 'torch'"):
         CheckpointConfig.from_args(parser.parse_args([]))
     with pytest.raises(ConfigError, match="'zarr' is not available"):

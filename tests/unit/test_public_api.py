@@ -19,6 +19,8 @@ PUBLIC = [
     "IntegrityError",
     "MissingRanks",
     "SaveHandle",
+    "SavePlanner",
+    "Sharded",
     "StagingError",
     "StorageContract",
     "StorageReader",

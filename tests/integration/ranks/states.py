@@ -137,10 +137,13 @@ def make(seed: int | None, large_bytes: int = 0) -> dict[str, Any]:
     }
 
 
-def scramble(state: Mapping[str, Any]) -> None:
+def scramble(state: Mapping[Any, Any]) -> None:
     """Overwrite every tensor in place."""
     for value in state.values():
-        if isinstance(value, torch.Tensor):
+        # A `Sharded` has its own tensors: this module is imported without distckpt, too.
+        if hasattr(value, "tensors"):
+            scramble(dict(enumerate(value.tensors)))
+        elif isinstance(value, torch.Tensor):
             local_bytes(value).fill_(0xA5)
         elif isinstance(value, Mapping):
             scramble(value)
@@ -163,6 +166,10 @@ def differences(found: Any, expected: Any, where: str = "") -> list[str]:
             expected.shape,
         ):
             return [f"{where}: {type(found).__name__} instead of {expected.dtype} {tuple(expected.shape)}"]
+        if hasattr(expected, "tensors"):
+            return differences(
+                dict(enumerate(getattr(found, "tensors", []))), dict(enumerate(expected.tensors)), where
+            )
         same = torch.equal(local_bytes(found), local_bytes(expected))
         return [] if same else [f"{where}: other values"]
     if isinstance(expected, Mapping):

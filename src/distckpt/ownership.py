@@ -1,0 +1,304 @@
+"""Who writes what of a state that several ranks have: worked out by each of them, without asking another.
+
+A mesh says which ranks hold the same chunks of a DTensor. Of plain tensors and objects nothing says who else
+has them: each rank writes all of its own, until a save has shown what the ranks have in common.
+
+Invariants:
+    * Ranks that share items agree on every one of them, or the save is not published: see `Shares`.
+    * A rank leaves to others nothing but what it shares with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.tensor import DTensor
+
+from distckpt.errors import StagingError
+from distckpt.manifest import plan_digest
+from distckpt.plan import share_of
+from distckpt.planner import local_rows, narrow_item
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from distckpt.manifest import PartialManifest
+
+
+class Common(NamedTuple):
+    """What plain items participants have in common, as a save has shown.
+
+    Attributes:
+        digests: Of the plain items of each participant.
+        classes: Participants that have the same, as text, and the names of these items; None: all of theirs.
+    """
+
+    digests: tuple[str, ...]
+    classes: tuple[tuple[str, frozenset[str] | None], ...]
+
+    @property
+    def digest(self) -> str:
+        """Digest of what every participant has."""
+        return plain_of_all(self.digests)
+
+
+class Rules(NamedTuple):
+    """By what a rank works out what it writes.
+
+    Attributes:
+        ranks: All participants, as ranks of the job.
+        rank: This one, as rank of the job.
+        is_parallel: Whether those that have the same share the writing; else the first of them writes it.
+        trusts_meshes: Whether ranks that a mesh says hold the same are taken to do so.
+        common: What plain items they have in common; None if that is unknown.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    is_parallel: bool = True
+    trusts_meshes: bool = True
+    common: Common | None = None
+
+
+class Shares(NamedTuple):
+    """What a rank has taken for granted of the others; for its manifest, where it can be checked.
+
+    Attributes:
+        plain: Digest of its plain items.
+        relies: Digest of the plain items of all participants, if it has left some to others; else "".
+        classes: Participants that hold the same chunks by their meshes, as text, and the digest of these.
+    """
+
+    plain: str = ""
+    relies: str = ""
+    classes: tuple[tuple[str, str], ...] = ()
+
+
+class Piece(NamedTuple):
+    """An item, or some of its rows, that this rank writes.
+
+    Attributes:
+        item: What torch calls it.
+        rows: First row and the one after the last of the local tensor; None for all of it.
+    """
+
+    item: WriteItem
+    rows: tuple[int, int] | None
+
+
+def divide(
+    items: Sequence[WriteItem], value_of: Callable[[str], Any], rules: Rules
+) -> tuple[list[Piece], Shares]:
+    """Return what this rank writes of `items`, in their order, and what it relies upon.
+
+    Args:
+        items: All that it has.
+        value_of: Returns the value of an entry by its fqn.
+        rules: The rules.
+
+    Raises:
+        StagingError: No participant has one of the chunks of a DTensor.
+    """
+    if len(rules.ranks) == 1:
+        return [Piece(item, None) for item in items], Shares()
+    plain: list[int] = []
+    classes: dict[tuple[int, ...], list[int]] = {}
+    pieces: dict[int, Piece] = {}
+    holders_of: dict[Any, tuple[int, ...]] = {}
+    for number, item in enumerate(items):
+        if item.type is not WriteItemType.SHARD:
+            plain.append(number)
+            continue
+        value = value_of(item.index.fqn)
+        holders: tuple[int, ...] = ()
+        if isinstance(value, DTensor):
+            key = (id(value.device_mesh), value.placements)
+            if key not in holders_of:
+                holders_of[key] = _holders(value.device_mesh, value.placements, item.index.fqn, rules)
+            holders = holders_of[key]
+        if len(holders) < 2 or not rules.trusts_meshes:
+            pieces[number] = Piece(item, None)
+        else:
+            classes.setdefault(holders, []).append(number)
+    told = []
+    for holders, numbers in classes.items():
+        ordered = _ordered(items, numbers)
+        told.append((_as_text([rules.ranks.index(rank) for rank in holders]), _digest(items, ordered)))
+        _share(items, ordered, len(holders), holders.index(rules.rank), rules.is_parallel, pieces)
+    digest = _digest(items, _ordered(items, plain))
+    place = rules.ranks.index(rules.rank)
+    common = rules.common
+    relies = ""
+    pieces |= {number: Piece(items[number], None) for number in plain}
+    for text, names in () if common is None or common.digests[place] != digest else common.classes:
+        members = members_in(text)
+        if place in members:
+            assert common is not None
+            relies = common.digest
+            same = [number for number in plain if names is None or items[number].index.fqn in names]
+            for number in same:
+                del pieces[number]
+            ordered = _ordered(items, same)
+            _share(items, ordered, len(members), members.index(place), rules.is_parallel, pieces)
+    return [pieces[number] for number in sorted(pieces)], Shares(digest, relies, tuple(told))
+
+
+def find_common(manifests: Sequence[PartialManifest]) -> Common:
+    """Return what plain items the participants have in common, from a save in which each wrote all it has.
+
+    Args:
+        manifests: In the order of the participants.
+    """
+    digests = tuple(str(manifest.head["shares"]["plain"]) for manifest in manifests)
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    counts: list[int] = []
+    tables: dict[str, list[tuple[Any, ...]]] = {}
+    for place, (manifest, digest) in enumerate(zip(manifests, digests, strict=True)):
+        if digest not in tables:
+            table = json.loads(manifest.items)
+            tables[digest] = [
+                (fqn, str(size), dtype)
+                for fqn, (size, _, dtype, _, _, is_plain) in zip(table["fqns"], table["entries"], strict=True)
+                if is_plain
+            ]
+        for item in tables[digest]:
+            holders.setdefault(item, []).append(place)
+        counts.append(len(tables[digest]))
+    names: dict[tuple[int, ...], set[str]] = {}
+    for item, places in holders.items():
+        if len(places) > 1:
+            names.setdefault(tuple(places), set()).add(item[0])
+    return Common(
+        digests,
+        tuple(
+            (_as_text(places), None if all(counts[at] == len(found) for at in places) else frozenset(found))
+            for places, found in names.items()
+        ),
+    )
+
+
+def common_to_json(common: Common) -> dict[str, Any]:
+    """Return `common` as plain values, small where many ranks have the same."""
+    return {
+        "digests": [[digest, len(list(same))] for digest, same in itertools.groupby(common.digests)],
+        "classes": [[text, None if names is None else sorted(names)] for text, names in common.classes],
+    }
+
+
+def common_from_json(fields: Mapping[str, Any]) -> Common:
+    """Return what `common_to_json` was given."""
+    return Common(
+        tuple(digest for digest, count in fields["digests"] for _ in range(count)),
+        tuple((text, None if names is None else frozenset(names)) for text, names in fields["classes"]),
+    )
+
+
+def plain_of_all(plain: Sequence[str]) -> str:
+    """Return the digest of what plain items each participant has."""
+    return hashlib.sha256(" ".join(plain).encode()).hexdigest()
+
+
+def members_in(text: str) -> list[int]:
+    """Return the positions of the participants that `text`, of `Shares.classes`, stands for."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _as_text(places: Sequence[int]) -> str:
+    """Return positions as text: runs of them by their first and last."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][1] + 1:
+            runs[-1][1] = place
+        else:
+            runs.append([place, place])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _share(
+    items: Sequence[WriteItem],
+    numbers: Sequence[int],
+    members: int,
+    member: int,
+    is_parallel: bool,
+    pieces: dict[int, Piece],
+) -> None:
+    """Add to `pieces` the part of `member` in the items `numbers`, which `members` ranks have.
+
+    Objects are the first member's: under one name each rank may have its own.
+    """
+    if members == 1 or not is_parallel:
+        if member == 0:
+            pieces.update((number, Piece(items[number], None)) for number in numbers)
+        return
+    if member == 0:
+        blobs = [number for number in numbers if items[number].type is WriteItemType.BYTE_IO]
+        pieces.update((number, Piece(items[number], None)) for number in blobs)
+    numbers = [number for number in numbers if items[number].type is not WriteItemType.BYTE_IO]
+    sizes = [local_rows(items[number]) for number in numbers]
+    for place, first, stop in share_of(sizes, members, member):
+        item = items[numbers[place]]
+        rows = sizes[place][1]
+        is_whole = (first, stop) == (0, rows) or rows < 2
+        pieces[numbers[place]] = Piece(
+            item if is_whole else narrow_item(item, first, stop), None if is_whole else (first, stop)
+        )
+
+
+def _ordered(items: Sequence[WriteItem], numbers: Sequence[int]) -> list[int]:
+    """Return `numbers` in the order of their items' names, which is the same on all ranks."""
+    return sorted(numbers, key=lambda number: (items[number].index.fqn, items[number].index.offset or ()))
+
+
+def _digest(items: Sequence[WriteItem], numbers: Sequence[int]) -> str:
+    chosen = [items[number] for number in numbers]
+    kinds = [
+        (item.index.offset, data and (data.chunk.sizes, data.size, data.properties.dtype))
+        for item in chosen
+        for data in [item.tensor_data]
+    ]
+    return plan_digest([item.index.fqn for item in chosen], kinds)[:32]
+
+
+def _holders(mesh: DeviceMesh, placements: Sequence[Any], fqn: str, rules: Rules) -> tuple[int, ...]:
+    """Return the participants that hold the chunk that this rank holds, in the order of the mesh.
+
+    Raises:
+        StagingError: No participant has one of its chunks.
+    """
+    split = [dim for dim, placement in enumerate(placements) if hasattr(placement, "dim")]
+    copied = [dim for dim in range(len(placements)) if dim not in split]
+    # One row for each chunk, one column for each of its copies.
+    ranks = mesh.mesh.permute(*split, *copied)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "torch plans nothing for a rank outside the mesh"
+    participants = set(rules.ranks)
+    rows: list[list[int]] = ranks.reshape(-1, ranks.shape[len(split) :].numel()).tolist()
+    for row in rows:
+        if participants.isdisjoint(row):
+            raise StagingError(
+                f"{fqn!r} has a chunk that no participant holds: rank {row[0]} of its mesh is none of "
+                f"{_first(rules.ranks)}"
+            )
+    own = ranks[tuple(coordinate[dim] for dim in split)].reshape(-1).tolist()
+    return tuple(rank for rank in own if rank in participants)
+
+
+def _first(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def shares_from(fields: Mapping[str, Any]) -> Shares:
+    """Return what a manifest says that its rank relies upon."""
+    classes = tuple((str(members), str(digest)) for members, digest in fields.get("classes", ()))
+    return Shares(str(fields.get("plain", "")), str(fields.get("relies", "")), classes)

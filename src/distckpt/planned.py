@@ -1,0 +1,402 @@
+"""A state that was planned: its items, files and metadata, and the memory that holds it, for many saves.
+
+Invariants:
+    * Nothing here is used for a state that was not compared with it in full, values of objects included.
+    * Between saves no tensor of the state is held.
+
+Threads: one thread plans and stages; another may write, give memory back and describe what was written.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from distckpt.assembly import assemble, entry_of
+from distckpt.engine import Engine, Residence, Written, collector_paused
+from distckpt.errors import CommitError, StagingError
+from distckpt.formats import Frame
+from distckpt.image import lay_out_image
+from distckpt.manifest import ItemTable, Manifest, plan_digest
+from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
+from distckpt.ownership import Rules, divide
+from distckpt.planner import SavePlanner
+from distckpt.signature import Signature, View
+from distckpt.staging import is_raw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from distckpt.image import Image
+    from distckpt.manifest import PartialManifest
+    from distckpt.storage import Storage
+
+_MOST_RESIDENCES = 4
+"""Saves of one state in flight, as far as the budget goes: one is written, others are staged."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class PlannedState:
+    """What is known of a state that was planned: items, files, metadata, and memory that holds it.
+
+    Args:
+        engine: Plans and holds it.
+        storage: Of the kind that it will be saved to.
+        state: The state.
+        view: The state, walked with paths.
+        late_addresses: Where the tensors lie that a guard protects.
+        file_format: For the manifest.
+        rules: By what this rank works out what of it it writes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        storage: Storage,
+        state: Mapping[str, Any],
+        view: View,
+        late_addresses: set[int],
+        file_format: str,
+        rules: Rules,
+    ) -> None:
+        self.is_reusable = view.is_simple and all(map(is_raw, view.locals))
+        self.signature = Signature(view) if self.is_reusable else None
+        self._engine = engine
+        self._storage = storage
+        self._format = file_format
+        self.rules = rules
+        planner = SavePlanner()
+        planner.set_up_planner(dict(state), StorageMeta(), is_coordinator=rules.rank == rules.ranks[0])
+        plan = planner.create_local_plan()
+        self._metadata: Metadata | None = None
+        if len(rules.ranks) == 1:
+            [plan], self._metadata = planner.create_global_plan([plan])
+            plan = planner.finish_plan(plan)
+        pieces, self.shares = divide(plan.items, planner.state_dict.__getitem__, rules)
+        self._write_items = [piece.item for piece in pieces]
+        self._rows = [piece.rows for piece in pieces]
+        self.items, _ = resolve_items(engine, planner, self._write_items, rules.rank)
+        self._link(planner, state, view)
+        self._mappings = planner.mappings
+        del planner
+        addresses = [] if self.signature is None else self.signature.addresses
+        # Nothing counts up the version of what lies in a DTensor, and inference tensors have none: what can
+        # not be checked is not copied late.
+        if addresses and any(map(torch.Tensor.is_inference, view.locals)):
+            addresses = []
+        self.late = [
+            number
+            for number, leaf in enumerate(self._leaf_of)
+            if addresses
+            and leaf >= 0
+            and addresses[leaf] in late_addresses
+            and view.locals[leaf].is_cuda
+            and view.leaves[leaf] is view.locals[leaf]
+        ]
+        self.late_leaves = {self._leaf_of[number]: number for number in self.late}
+        """For each tensor of the state that may be copied late, the number of its item."""
+        self._on_host = [
+            number
+            for number, (item, leaf) in enumerate(zip(self.items, self._leaf_of, strict=True))
+            if leaf < 0 or (item.tensor is not None and not item.tensor.is_cuda)
+        ]
+        self._image: Image | None = None
+        self._table: ItemTable | None = None
+        self._template: tuple[object, bytes, str, str] | None = None
+        self._digest = ""
+        self._residences: list[Residence] = []
+        self._free: deque[Residence] = deque()
+        self._dropped: deque[Residence] = deque()
+        self._changed = threading.Condition()
+        self._is_stale = False
+        first = self._new_residence() if self.items else None
+        self.fits = first is not None
+        """Whether the budget for host memory holds the state."""
+        if first is not None or not self.items:
+            self._describe(lay_out_image([], 1, 1) if first is None else first.image)
+
+    def _link(self, planner: SavePlanner, state: Mapping[str, Any], view: View) -> None:
+        """Find out which tensor of the state each item is, and where each object comes from."""
+        leaf_at = {path: leaf for leaf, path in enumerate(view.paths)}
+        self._leaf_of: list[int] = []
+        self._objects: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        for number, write_item in enumerate(self._write_items):
+            path = planner.mappings.get(write_item.index.fqn)
+            item = self.items[number]
+            leaf = -1
+            if path is None:
+                self.is_reusable = False
+            elif write_item.type is WriteItemType.BYTE_IO:
+                value = planner.state_dict[write_item.index.fqn]
+                keys = _keys_along(path, state)
+                self._objects[number] = (keys, value if type(value) in _PLAIN else None)
+            else:
+                # The boxes of a `Sharded` are told apart by their offsets.
+                at = tuple(path)
+                leaf = leaf_at.get(at, leaf_at.get((*at, tuple(write_item.index.offset or ())), -1))
+                if not self.is_reusable:
+                    leaf = -1
+                tensor = None if leaf < 0 else self._piece(view, leaf, number)
+                if tensor is None or item.tensor is None or item.tensor.data_ptr() != tensor.data_ptr():
+                    # Saved otherwise than as plain memory, or made for this save.
+                    self.is_reusable = False
+            self._leaf_of.append(leaf)
+
+    def refresh(self, state: Mapping[str, Any]) -> bool:
+        """Take today's values of the objects; False if they take more room, so that all is planned anew."""
+        for number, (path, known) in self._objects.items():
+            value: Any = state
+            for key in path:
+                value = value[key]
+            if type(value) is type(known) and type(value) in _PLAIN and repr(value) == repr(known):
+                continue
+            data = io.BytesIO()
+            torch.save(value, data)
+            item = self.items[number]
+            if data.getbuffer().nbytes != item.size:
+                return False
+            item.frame = Frame(data.getvalue(), b"")
+            self._objects[number] = (path, value if type(value) in _PLAIN else None)
+        return True
+
+    def stage(self, residence: Residence, view: View) -> None:
+        """Copy the state that `view` has walked to `residence`."""
+        numbers: Sequence[int] = self._on_host if residence.can_restage else range(len(self.items))
+        try:
+            self._take_tensors(view, numbers)
+            if residence.can_restage:
+                residence.restage({number: self.items[number] for number in numbers}, view.locals)
+            else:
+                residence.stage(self.items)
+        finally:
+            self._release(numbers)
+
+    def _take_tensors(self, view: View, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            leaf = self._leaf_of[number]
+            if leaf >= 0:
+                tensor = self._piece(view, leaf, number)
+                self.items[number].tensor = tensor.detach() if tensor.requires_grad else tensor
+
+    def _piece(self, view: View, leaf: int, number: int) -> torch.Tensor:
+        """Return what item `number` writes of a tensor of the state."""
+        tensor, rows = view.locals[leaf], self._rows[number]
+        return tensor if rows is None else tensor.narrow(0, rows[0], rows[1] - rows[0])
+
+    def release_tensors(self) -> None:
+        """Hold no tensor of the state; one that is not reusable is of no use afterwards."""
+        self._release(range(len(self.items)))
+
+    def _release(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.items[number].tensor = None
+
+    def acquire(self, timeout_s: float) -> Residence:
+        """Return memory for the state that no save uses; waits for one that is under way.
+
+        Raises:
+            StagingError: None came free in time, or none is left.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._free:
+                if not self._residences:
+                    raise StagingError("the memory of the saves before was lost: the next save plans anew")
+                if self._new_residence() is not None:
+                    continue
+                if not self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic()))) and (
+                    time.monotonic() > deadline
+                ):
+                    raise StagingError(
+                        f"waited {timeout_s:.0f} s for the save before to free its memory "
+                        f"(--ckpt-host-memory holds one state)"
+                    )
+            return self._free.popleft()
+
+    def give_back(self, residence: Residence) -> None:
+        """Have `residence` used by the next save."""
+        with self._changed:
+            if self._is_stale or residence.is_lost:
+                self._residences.remove(residence)
+                if residence.has_arrived():
+                    self._engine.drop(residence)
+                else:
+                    # Not here: it would ask CUDA, which a thread of ours must not while the trainer captures.
+                    self._dropped.append(residence)
+            else:
+                self._free.append(residence)
+            self._changed.notify_all()
+
+    def retire(self) -> None:
+        """Give the memory back, that of saves that are under way when they have ended."""
+        with self._changed:
+            self._is_stale = True
+            while self._free:
+                residence = self._free.popleft()
+                self._residences.remove(residence)
+                self._dropped.append(residence)
+        self.drop_idle()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a save has its memory."""
+        return bool(self._residences or self._dropped)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether all its memory was lost to copies or lanes that could not be stopped."""
+        return self.fits and bool(self.items) and not self._residences
+
+    def drop_idle(self) -> None:
+        """Give back what was let go meanwhile; called by the trainer's thread."""
+        while self._dropped:
+            self._engine.drop(self._dropped.popleft())
+
+    def _new_residence(self) -> Residence | None:
+        """Take memory for one more save, with the same image: the metadata describes that one."""
+        if not self._residences:
+            residence = self._engine.reside(self._storage, self.items, self.late)
+        elif len(self._residences) < _MOST_RESIDENCES:
+            residence = self._engine.reside_beside(self._residences[0])
+        else:
+            return None
+        if residence is not None:
+            self._residences.append(residence)
+            self._free.append(residence)
+        return residence
+
+    def _describe(self, image: Image) -> None:
+        """Make what every save's manifest and metadata say; both take long for many items."""
+        self._image = image
+        item_files, offsets = image.places()
+        fqns = [item.index.fqn for item in self._write_items]
+        with collector_paused():
+            self._digest = plan_digest(
+                fqns,
+                [
+                    (item.index.offset, data and (data.chunk.sizes, data.properties.dtype))
+                    for item in self._write_items
+                    for data in [item.tensor_data]
+                ],
+            )
+            chunks: list[Sequence[int] | None] = [item.index.offset for item in self._write_items]
+            entries = None
+            if len(self.rules.ranks) > 1:
+                entries = [entry_of(item, self._mappings.get(item.index.fqn)) for item in self._write_items]
+            self._table = ItemTable(fqns, chunks, item_files, offsets, image.sizes, entries)
+            _ = self._table.json
+
+    def fqn(self, number: int) -> str:
+        """Return the name of an item."""
+        return str(self._write_items[number].index.fqn)
+
+    def write_through(
+        self, storage: Storage, save_id: str, view: View, tell: Callable[[int, int], None]
+    ) -> Written:
+        """Stage and write in waves the state that `view` has walked."""
+        self._take_tensors(view, range(len(self.items)))
+        try:
+            written = self._engine.write(storage, save_id, self.rules.rank, self.items, tell)
+        finally:
+            self.release_tensors()
+        assert written is not None
+        return written
+
+    def manifest(self, save_id: str, written: Written) -> Manifest:
+        """Return the manifest of one save.
+
+        Raises:
+            CommitError: `written` is laid out otherwise than what the metadata describes.
+        """
+        if self._image is None:
+            self._describe(written.image)
+        assert self._table is not None
+        assert self._image is not None
+        if written.image is not self._image and written.image.files != self._image.files:
+            raise CommitError("not published: the files are laid out otherwise than the metadata says")
+        return Manifest(
+            save_id=save_id,
+            rank=self.rules.rank,
+            format=self._format,
+            plan=self._digest,
+            files=written.files,
+            checksums=written.checksums,
+            items=self._table,
+            shares=self.shares._asdict(),
+        )
+
+    def metadata(
+        self, manifests: list[PartialManifest], names: tuple[str, ...], path: str, save_id: str
+    ) -> bytes:
+        """Return the pickled metadata of one save.
+
+        It is that of the last save but for the path and the id, nearly always of equal lengths: then these
+        are put in their places, and nothing is pickled.
+
+        Args:
+            manifests: Of all ranks, if there is more than one.
+            names: Of this rank's files.
+            path: Of the checkpoint.
+            save_id: Of the save.
+        """
+        # As pickle encodes it.
+        data_path = path.encode("utf-8", "surrogatepass")
+        length = len(data_path)
+        files = [[name.replace(save_id, "") for name in m.ref.files] for m in manifests]
+        key = (length, files, [(m.items, m.head["shares"]) for m in manifests])
+        if self._template is None or self._template[0] != key:
+            # A placeholder that nothing else in the metadata holds, as the id is another.
+            mark = (uuid.uuid4().hex * (1 + length // 32))[:length]
+            with collector_paused():
+                if manifests:
+                    metadata = assemble(manifests, mark, save_id)
+                else:
+                    metadata = self._own_metadata(names, mark, save_id)
+                self._template = (key, pickle_metadata(metadata, {}), mark, save_id)
+        _, data, mark, earlier_id = self._template
+        return data.replace(earlier_id.encode(), save_id.encode()).replace(mark.encode(), data_path)
+
+    def foresee_metadata(self, path: str) -> None:
+        """Make on the caller's thread what takes long for many items and is the same for every save."""
+        if self._template is None and self._metadata is not None and self._residences:
+            save_id = uuid.uuid4().hex
+            names = self._engine.names(save_id, self.rules.rank, self._residences[0].image)
+            self.metadata([], names, path, save_id)
+
+    def _own_metadata(self, names: tuple[str, ...], path: str, save_id: str) -> Metadata:
+        table, planned = self._table, self._metadata
+        assert table is not None
+        assert planned is not None
+        metadata = replace(planned, storage_meta=StorageMeta(checkpoint_id=path, save_id=save_id))
+        metadata.version = DCP_VERSION
+        metadata.storage_data = {
+            item.index: _StorageInfo(names[file], offset, size)
+            for item, file, offset, size in zip(
+                self._write_items, table.item_files, table.offsets, table.sizes, strict=True
+            )
+        }
+        return metadata
+
+
+def _keys_along(path: Sequence[Any], state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the keys of the containers along `path`, in which torch spells every key of a mapping."""
+    keys: list[Any] = []
+    value: Any = state
+    for name in path:
+        key = name
+        if isinstance(value, Mapping) and name not in value:
+            key = next(own for own in value if str(own) == name)
+        keys.append(key)
+        value = value[key]
+    return tuple(keys)
