@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItemType
 
 from distckpt.errors import CommitError
 from distckpt.geometry import misfit, outermost
@@ -44,18 +43,18 @@ class ReplicasDiffer(CommitError):
     """Ranks have not the same chunks, although their mesh says so."""
 
 
-def entry_of(write_item: WriteItem, path: Sequence[Any] | None) -> list[Any]:
+def entry_of(write_item: WriteItem, path: Sequence[Any] | None, *, is_plain: bool) -> list[Any]:
     """Return what a coordinator needs to know of an item (see `ItemTable.entries`)."""
     data = write_item.tensor_data
     if data is None:
-        return [None, None, None, None, path, True]
+        return [None, None, None, None, path, is_plain]
     return [
         list(data.size),
         list(data.chunk.sizes),
         str(data.properties.dtype).removeprefix("torch."),
         data.properties.requires_grad,
         path,
-        write_item.type is not WriteItemType.SHARD,
+        is_plain,
     ]
 
 

@@ -753,12 +753,13 @@ class Checkpointer:
 
     def _common_facts(self, manifests: Sequence[PartialManifest]) -> dict[str, Any]:
         """Return what the ranks have in common, if there are any that do not know."""
+        digests = tuple(str(manifest.head["shares"]["plain"]) for manifest in manifests)
         relies = [manifest.head["shares"]["relies"] for manifest in manifests]
-        if not any(relies):
+        if self._found is None or self._found.digests != digests:
+            # Nobody relies on anything yet, or this would not have been published.
             self._found = find_common(manifests)
-        elif self._found is None or not any(
-            not relies[place] for text, _ in self._found.classes for place in members_in(text)
-        ):
+            return common_to_json(self._found)
+        if all(relies[place] for text, _ in self._found.classes for place in members_in(text)):
             return {}
         return common_to_json(self._found)
 

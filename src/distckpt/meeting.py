@@ -84,6 +84,7 @@ class Meeting:
         self._where = where
         self._heard: dict[int, Word] = {}
         self._own = Word("writing")
+        self._has_spoken = False
         self.outcome = Word("writing")
         """What rank 0 has last said, for the others."""
         # The thread that writes and the one that watches it.
@@ -101,7 +102,7 @@ class Meeting:
         """
         with self._lock:
             word = Word(**{**_fields(self._own), **fields, "phase": phase})
-            if word != self._own or phase != "writing":
+            if word != self._own or not self._has_spoken:
                 self._own = word
                 self._tell()
 
@@ -240,6 +241,7 @@ class Meeting:
     def _tell(self) -> None:
         data = json.dumps(_fields(self._own), separators=(",", ":"))
         self._coordinator.tell(self._keys[self._rank], data.encode())
+        self._has_spoken = True
 
 
 def _fields(word: Word) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Who writes what of a state that several ranks have: worked out by each of them, without asking another.
 
-A mesh says which ranks hold the same chunks of a DTensor. Of plain tensors and objects nothing says who else
-has them: each rank writes all of its own, until a save has shown what the ranks have in common.
+A mesh says which ranks hold the same chunks of a DTensor. Of all else, called plain here, nothing says who
+has it, too: each rank writes all of its own, until a save has shown what the ranks have in common.
 
 Invariants:
     * Ranks that share items agree on every one of them, or the save is not published: see `Shares`.
@@ -31,17 +31,20 @@ if TYPE_CHECKING:
 
     from distckpt.manifest import PartialManifest
 
+    _Place = tuple[str, tuple[int, ...] | None]
+
 
 class Common(NamedTuple):
     """What plain items participants have in common, as a save has shown.
 
     Attributes:
         digests: Of the plain items of each participant.
-        classes: Participants that have the same, as text, and the names of these items; None: all of theirs.
+        classes: Participants that have the same, as text, and names and offsets of these items; None: all of
+            theirs.
     """
 
     digests: tuple[str, ...]
-    classes: tuple[tuple[str, frozenset[str] | None], ...]
+    classes: tuple[tuple[str, frozenset[_Place] | None], ...]
 
     @property
     def digest(self) -> str:
@@ -86,11 +89,15 @@ class Piece(NamedTuple):
 
     Attributes:
         item: What torch calls it.
+        whole: The item that it is some rows of, or itself.
         rows: First row and the one after the last of the local tensor; None for all of it.
+        is_plain: Whether no mesh says who else has it.
     """
 
     item: WriteItem
-    rows: tuple[int, int] | None
+    whole: WriteItem
+    rows: tuple[int, int] | None = None
+    is_plain: bool = True
 
 
 def divide(
@@ -107,46 +114,45 @@ def divide(
         StagingError: No participant has one of the chunks of a DTensor.
     """
     if len(rules.ranks) == 1:
-        return [Piece(item, None) for item in items], Shares()
+        return [Piece(item, item) for item in items], Shares()
     plain: list[int] = []
     classes: dict[tuple[int, ...], list[int]] = {}
     pieces: dict[int, Piece] = {}
     holders_of: dict[Any, tuple[int, ...]] = {}
     for number, item in enumerate(items):
-        if item.type is not WriteItemType.SHARD:
-            plain.append(number)
-            continue
-        value = value_of(item.index.fqn)
         holders: tuple[int, ...] = ()
+        value = value_of(item.index.fqn) if item.type is WriteItemType.SHARD else None
         if isinstance(value, DTensor):
             key = (id(value.device_mesh), value.placements)
             if key not in holders_of:
                 holders_of[key] = _holders(value.device_mesh, value.placements, item.index.fqn, rules)
             holders = holders_of[key]
         if len(holders) < 2 or not rules.trusts_meshes:
-            pieces[number] = Piece(item, None)
+            plain.append(number)
         else:
             classes.setdefault(holders, []).append(number)
     told = []
     for holders, numbers in classes.items():
         ordered = _ordered(items, numbers)
         told.append((_as_text([rules.ranks.index(rank) for rank in holders]), _digest(items, ordered)))
-        _share(items, ordered, len(holders), holders.index(rules.rank), rules.is_parallel, pieces)
+        member = holders.index(rules.rank)
+        pieces |= _share(items, ordered, len(holders), member, rules.is_parallel, is_plain=False)
     digest = _digest(items, _ordered(items, plain))
     place = rules.ranks.index(rules.rank)
     common = rules.common
     relies = ""
-    pieces |= {number: Piece(items[number], None) for number in plain}
-    for text, names in () if common is None or common.digests[place] != digest else common.classes:
+    pieces |= {number: Piece(items[number], items[number]) for number in plain}
+    for text, places in () if common is None or common.digests[place] != digest else common.classes:
         members = members_in(text)
         if place in members:
             assert common is not None
             relies = common.digest
-            same = [number for number in plain if names is None or items[number].index.fqn in names]
+            same = [number for number in plain if places is None or _place(items[number]) in places]
             for number in same:
                 del pieces[number]
             ordered = _ordered(items, same)
-            _share(items, ordered, len(members), members.index(place), rules.is_parallel, pieces)
+            member = members.index(place)
+            pieces |= _share(items, ordered, len(members), member, rules.is_parallel, is_plain=True)
     return [pieces[number] for number in sorted(pieces)], Shares(digest, relies, tuple(told))
 
 
@@ -160,26 +166,31 @@ def find_common(manifests: Sequence[PartialManifest]) -> Common:
     holders: dict[tuple[Any, ...], list[int]] = {}
     counts: list[int] = []
     tables: dict[str, list[tuple[Any, ...]]] = {}
-    for place, (manifest, digest) in enumerate(zip(manifests, digests, strict=True)):
+    for at, (manifest, digest) in enumerate(zip(manifests, digests, strict=True)):
         if digest not in tables:
             table = json.loads(manifest.items)
             tables[digest] = [
-                (fqn, str(size), dtype)
-                for fqn, (size, _, dtype, _, _, is_plain) in zip(table["fqns"], table["entries"], strict=True)
+                (fqn, None if offset is None else tuple(offset), str(size), str(chunk_size), dtype)
+                for fqn, offset, (size, chunk_size, dtype, _, _, is_plain) in zip(
+                    table["fqns"], table["chunks"], table["entries"], strict=True
+                )
                 if is_plain
             ]
         for item in tables[digest]:
-            holders.setdefault(item, []).append(place)
+            holders.setdefault(item, []).append(at)
         counts.append(len(tables[digest]))
-    names: dict[tuple[int, ...], set[str]] = {}
-    for item, places in holders.items():
-        if len(places) > 1:
-            names.setdefault(tuple(places), set()).add(item[0])
+    places: dict[tuple[int, ...], set[_Place]] = {}
+    for item, members in holders.items():
+        if len(members) > 1:
+            places.setdefault(tuple(members), set()).add(item[:2])
     return Common(
         digests,
         tuple(
-            (_as_text(places), None if all(counts[at] == len(found) for at in places) else frozenset(found))
-            for places, found in names.items()
+            (
+                _as_text(members),
+                None if all(counts[at] == len(found) for at in members) else frozenset(found),
+            )
+            for members, found in places.items()
         ),
     )
 
@@ -188,7 +199,7 @@ def common_to_json(common: Common) -> dict[str, Any]:
     """Return `common` as plain values, small where many ranks have the same."""
     return {
         "digests": [[digest, len(list(same))] for digest, same in itertools.groupby(common.digests)],
-        "classes": [[text, None if names is None else sorted(names)] for text, names in common.classes],
+        "classes": [[text, None if places is None else list(places)] for text, places in common.classes],
     }
 
 
@@ -196,7 +207,15 @@ def common_from_json(fields: Mapping[str, Any]) -> Common:
     """Return what `common_to_json` was given."""
     return Common(
         tuple(digest for digest, count in fields["digests"] for _ in range(count)),
-        tuple((text, None if names is None else frozenset(names)) for text, names in fields["classes"]),
+        tuple(
+            (
+                text,
+                None
+                if places is None
+                else frozenset((fqn, None if at is None else tuple(at)) for fqn, at in places),
+            )
+            for text, places in fields["classes"]
+        ),
     )
 
 
@@ -231,28 +250,34 @@ def _share(
     members: int,
     member: int,
     is_parallel: bool,
-    pieces: dict[int, Piece],
-) -> None:
-    """Add to `pieces` the part of `member` in the items `numbers`, which `members` ranks have.
+    *,
+    is_plain: bool,
+) -> dict[int, Piece]:
+    """Return, by number, the part of `member` in the items `numbers`, which `members` ranks have.
 
     Objects are the first member's: under one name each rank may have its own.
     """
     if members == 1 or not is_parallel:
-        if member == 0:
-            pieces.update((number, Piece(items[number], None)) for number in numbers)
-        return
+        mine = numbers if member == 0 else ()
+        return {number: Piece(items[number], items[number], None, is_plain) for number in mine}
+    tensors = [number for number in numbers if items[number].type is not WriteItemType.BYTE_IO]
+    pieces = {}
     if member == 0:
         blobs = [number for number in numbers if items[number].type is WriteItemType.BYTE_IO]
-        pieces.update((number, Piece(items[number], None)) for number in blobs)
-    numbers = [number for number in numbers if items[number].type is not WriteItemType.BYTE_IO]
-    sizes = [local_rows(items[number]) for number in numbers]
-    for place, first, stop in share_of(sizes, members, member):
-        item = items[numbers[place]]
-        rows = sizes[place][1]
-        is_whole = (first, stop) == (0, rows) or rows < 2
-        pieces[numbers[place]] = Piece(
-            item if is_whole else narrow_item(item, first, stop), None if is_whole else (first, stop)
-        )
+        pieces = {number: Piece(items[number], items[number], None, is_plain) for number in blobs}
+    sizes = [local_rows(items[number]) for number in tensors]
+    for at, first, stop in share_of(sizes, members, member):
+        whole, rows = items[tensors[at]], sizes[at][1]
+        if rows < 2 or (first, stop) == (0, rows):
+            pieces[tensors[at]] = Piece(whole, whole, None, is_plain)
+        else:
+            pieces[tensors[at]] = Piece(narrow_item(whole, first, stop), whole, (first, stop), is_plain)
+    return pieces
+
+
+def _place(item: WriteItem) -> _Place:
+    offset = item.index.offset
+    return item.index.fqn, None if offset is None else tuple(offset)
 
 
 def _ordered(items: Sequence[WriteItem], numbers: Sequence[int]) -> list[int]:
@@ -263,7 +288,11 @@ def _ordered(items: Sequence[WriteItem], numbers: Sequence[int]) -> list[int]:
 def _digest(items: Sequence[WriteItem], numbers: Sequence[int]) -> str:
     chosen = [items[number] for number in numbers]
     kinds = [
-        (item.index.offset, data and (data.chunk.sizes, data.size, data.properties.dtype))
+        (
+            item.index.offset,
+            data and (data.chunk.sizes, data.size, data.properties.dtype),
+            local_rows(item)[1],
+        )
         for item in chosen
         for data in [item.tensor_data]
     ]

@@ -84,8 +84,8 @@ class PlannedState:
             [plan], self._metadata = planner.create_global_plan([plan])
             plan = planner.finish_plan(plan)
         pieces, self.shares = divide(plan.items, planner.state_dict.__getitem__, rules)
+        self._pieces = pieces
         self._write_items = [piece.item for piece in pieces]
-        self._rows = [piece.rows for piece in pieces]
         self.items, _ = resolve_items(engine, planner, self._write_items, rules.rank)
         self._link(planner, state, view)
         self._mappings = planner.mappings
@@ -143,8 +143,8 @@ class PlannedState:
                 self._objects[number] = (keys, value if type(value) in _PLAIN else None)
             else:
                 # The boxes of a `Sharded` are told apart by their offsets.
-                at = tuple(path)
-                leaf = leaf_at.get(at, leaf_at.get((*at, tuple(write_item.index.offset or ())), -1))
+                at, offset = tuple(path), tuple(self._pieces[number].whole.index.offset or ())
+                leaf = leaf_at.get(at, leaf_at.get((*at, offset), -1))
                 if not self.is_reusable:
                     leaf = -1
                 tensor = None if leaf < 0 else self._piece(view, leaf, number)
@@ -191,7 +191,7 @@ class PlannedState:
 
     def _piece(self, view: View, leaf: int, number: int) -> torch.Tensor:
         """Return what item `number` writes of a tensor of the state."""
-        tensor, rows = view.locals[leaf], self._rows[number]
+        tensor, rows = view.locals[leaf], self._pieces[number].rows
         return tensor if rows is None else tensor.narrow(0, rows[0], rows[1] - rows[0])
 
     def release_tensors(self) -> None:
@@ -293,7 +293,10 @@ class PlannedState:
             chunks: list[Sequence[int] | None] = [item.index.offset for item in self._write_items]
             entries = None
             if len(self.rules.ranks) > 1:
-                entries = [entry_of(item, self._mappings.get(item.index.fqn)) for item in self._write_items]
+                entries = [
+                    entry_of(piece.item, self._mappings.get(piece.item.index.fqn), is_plain=piece.is_plain)
+                    for piece in self._pieces
+                ]
             self._table = ItemTable(fqns, chunks, item_files, offsets, image.sizes, entries)
             _ = self._table.json
 

@@ -366,3 +366,25 @@ def test_an_optimizer_in_plain_tensors(ranks: Ranks, tmp_path: Path, readers: in
     root = str(tmp_path / "root")
     ranks.run(2, offloaded.save, root=root)
     ranks.run(readers, offloaded.load, root=root)
+
+
+def save_boxes(root: str) -> list[Outcome]:
+    """Rank function: halves of a tensor, each held by two of four ranks, and no mesh says so."""
+    half = distributed.get_rank() % 2
+    found = []
+    with Checkpointer(root, async_save=True) as checkpointer:
+        for step in range(3):
+            full = torch.arange(1024 * 1024.0).reshape(1024, 1024) + step
+            box = full[512 * half : 512 * (half + 1)].clone()
+            state = {"t": Sharded(full.shape, [((512 * half, 0), box)])}
+            found.append(outcome_of(checkpointer, step, state))
+    return found
+
+
+def test_boxes_that_several_ranks_hold(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(4, save_boxes, root=str(tmp_path)) == [[["", ""]] * 3] * 4
+    assert bytes_by_rank(step_path(tmp_path, 2)) == pytest.approx([1 << 20] * 4, rel=0.05)
+    assert_written_once(step_path(tmp_path, 2))
+    for step in range(3):
+        full = torch.arange(1024 * 1024.0).reshape(1024, 1024) + step
+        assert torch.equal(read_with_torch(step_path(tmp_path, step))["t"], full)

@@ -346,7 +346,9 @@ def test_one_rank_says_what_its_planner_says(storage: Storage, state: dict[str, 
     [plan], expected = planner.create_global_plan([planner.create_local_plan()])
     pieces = []
     for item in plan.items:
-        size, chunk_size, dtype, requires_grad, path, _ = entry_of(item, planner.mappings[item.index.fqn])
+        size, chunk_size, dtype, requires_grad, path, _ = entry_of(
+            item, planner.mappings[item.index.fqn], is_plain=False
+        )
         pieces.append(
             Piece(item.index.fqn, item.index.offset, chunk_size, size, dtype, bool(requires_grad), path)
         )

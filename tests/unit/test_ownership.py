@@ -62,7 +62,11 @@ def items_of(entries: list[Entry]) -> list[WriteItem]:
 
 def manifest_of(rank: int, pieces: list[Piece], shares: Shares) -> PartialManifest:
     items = [piece.item for piece in pieces]
-    table = {"fqns": [item.index.fqn for item in items], "entries": [entry_of(item, None) for item in items]}
+    table = {
+        "fqns": [item.index.fqn for item in items],
+        "chunks": [item.index.offset for item in items],
+        "entries": [entry_of(item, None, is_plain=True) for item in items],
+    }
     head = {"rank": rank, "shares": shares._asdict()}
     return PartialManifest(ManifestRef("", "", {}), head, json.dumps(table).encode())
 

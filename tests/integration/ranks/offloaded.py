@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distckpt.sharded import sharded_like
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from distckpt import Checkpointer
 from distckpt.geometry import shard_chunks
+from distckpt.sharded import sharded_like
 
 SHAPES = {"mlp.fc1": (2 * 1001, 96), "mlp.fc2": (3, 1001), "norm": (1,)}
 """No number of ranks that is used here divides the rows. The last ranks have nothing of `norm`."""
-STEPS = 3
+STEPS = 6
 
 
 def layer(mesh: DeviceMesh) -> dict[str, DTensor]:
