@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     Boxes = tuple[tuple[Shape, Shape], ...]
 
 _ATEN = torch.ops.aten
+_PART = "box_"
 _ON_EACH_BOX = {
     _ATEN.detach.default, _ATEN.clone.default, _ATEN.empty_like.default, _ATEN._to_copy.default,  # noqa: SLF001
 }  # fmt: skip
@@ -67,12 +68,14 @@ class Sharded(torch.Tensor):
 
     Attributes:
         boxes: Offsets and sizes of each box, in elements.
+        tensors: What this rank has for each of them; views of what was given.
 
     Raises:
         ConfigError: The boxes do not fit the shape, or each other.
     """
 
     boxes: Boxes
+    tensors: list[torch.Tensor]
     _cut: _Cut | None
 
     # As DTensor has it: operators come to __torch_dispatch__ at once.
@@ -136,16 +139,9 @@ class Sharded(torch.Tensor):
         device = tensors[0].device if tensors else torch.device("cpu")
         made: Self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # noqa: SLF001
         made.boxes = boxes
+        made.tensors = [tensor.detach() for tensor in tensors]
         made._cut = cut
-        for number, tensor in enumerate(tensors):
-            # Attributes, so that whoever copies tensors of unknown classes by their parts finds them.
-            setattr(made, f"box_{number}", tensor.detach())
         return made
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors of `boxes`, in their order."""
-        return [getattr(self, f"box_{number}") for number in range(len(self.boxes))]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say where the boxes lie."""
@@ -175,22 +171,33 @@ class Sharded(torch.Tensor):
             ValueError: There is none.
         """
         # Not by the index's number, which counts the chunks of all ranks.
-        for number, (offsets, _) in enumerate(self.boxes):
+        for (offsets, _), tensor in zip(self.boxes, self.tensors, strict=True):
             if offsets == index.offset:
-                tensor: torch.Tensor = getattr(self, f"box_{number}")
                 return tensor
         raise ValueError(f"{index.fqn!r} has no box at {index.offset} on this rank")
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of its parts, and the rest."""
-        names = [f"box_{number}" for number in range(len(self.boxes))]
+        names = [f"{_PART}{number}" for number in range(len(self.boxes))]
         return names, (tuple(self.shape), self.boxes, self.dtype, self._cut)
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, *_: object) -> Sharded:
         """Return what `__tensor_flatten__` took apart."""
         shape, boxes, dtype, cut = context
-        return Sharded._of(shape, boxes, [inner[f"box_{n}"] for n in range(len(boxes))], dtype, cut)
+        return Sharded._of(shape, boxes, [inner[f"{_PART}{n}"] for n in range(len(boxes))], dtype, cut)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """Return the part of that name.
+
+        Raises:
+            AttributeError: There is none.
+        """
+        if name.startswith(_PART):
+            for number, tensor in enumerate(self.tensors):
+                if name == f"{_PART}{number}":
+                    return tensor
+        raise AttributeError(f"a Sharded has no attribute {name!r}")
 
     def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
         """Pickle the parts."""

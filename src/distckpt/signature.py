@@ -99,9 +99,8 @@ class View:
                 self._walk(entry, None if prefix is None else (*prefix, key), found)
 
     def _add_boxes(self, entry: Sharded, path: tuple[Any, ...] | None, found: set[type]) -> None:
-        tensors = entry.tensors
-        found.update(map(type, tensors))
-        self.leaves += tensors
+        found.update(map(type, entry.tensors))
+        self.leaves += entry.tensors
         self.structure.append((entry.shape, entry.boxes))
         if path is not None:
             self.paths += [(*path, offsets) for offsets, _ in entry.boxes]

@@ -558,7 +558,7 @@ class Zombie:
     ("kind", "workers", "before", "by_worker"),
     [
         pytest.param("writer", 1, "overwrite", False, marks=pytest.mark.thorough),
-        ("checkpointer", 2, "fresh", False),
+        pytest.param("checkpointer", 2, "fresh", False, marks=pytest.mark.thorough),
         ("async", 2, "removed", True),
         ("checkpointer", 2, "overwrite", True),
     ],

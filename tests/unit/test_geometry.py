@@ -23,6 +23,7 @@ from distckpt.geometry import (
     misfit,
     replica_of,
     shard_chunks,
+    stray,
 )
 
 Box = tuple[Sequence[int], Sequence[int]]
@@ -61,7 +62,9 @@ def test_a_grid_without_a_chunk_or_with_one_that_is_shifted_does_not_fit(
     assert "elements" in str(misfit(shape, boxes[:at] + boxes[at + 1 :]))
     offsets, sizes = boxes[at]
     shifted = ([shape[0] - sizes[0] + 1, *offsets[1:]], sizes)
-    assert "outside" in str(misfit(shape, [*boxes[:at], shifted, *boxes[at + 1 :]]))
+    shifted_boxes = [*boxes[:at], shifted, *boxes[at + 1 :]]
+    assert "outside" in str(misfit(shape, shifted_boxes))
+    assert "outside" in str(stray(shape, shifted_boxes))
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
@@ -77,6 +80,7 @@ def test_boxes_fit_if_and_only_if_every_element_is_in_one(shape: list[int], data
     )
     is_filled = all(counts[element] == 1 for element in itertools.product(*map(range, shape)))
     assert (misfit(shape, boxes) is None) == is_filled
+    assert (stray(shape, boxes) is None) == (max(counts.values(), default=0) < 2)
 
 
 @given(grids(), st.data())

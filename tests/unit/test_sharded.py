@@ -1,4 +1,4 @@
-"""Tensors that are no DTensors: whatever the layout, they make up the global tensor, and load into any other."""
+"""Tensors that are no DTensors make up the global tensor, whatever the layout, and load into any other."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def fill(slices: Slices) -> None:
         held.copy_(expected)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_every_layout_loads_into_every_other(data: st.DataObject) -> None:
     rest = data.draw(st.lists(st.integers(1, 3), max_size=2))
@@ -161,7 +161,8 @@ def test_gradients_stay_outside() -> None:
 def test_a_rank_that_holds_nothing() -> None:
     nothing = Sharded((2, 3), [], dtype=torch.float32)
     assert nothing.boxes == ()
-    assert nothing.__create_write_items__("x", nothing) == nothing.__create_chunk_list__() == []
+    assert nothing.__create_write_items__("x", nothing) == []
+    assert nothing.__create_chunk_list__() == []
     target = grid(2, 3).zero_()
     load_into(
         [{"x": target}, {"x": nothing}], [{"x": nothing}, {"x": Sharded((2, 3), [((0, 0), grid(2, 3))])}]
@@ -260,7 +261,7 @@ def test_copies(make: Callable[[Sharded], Sharded]) -> None:
         if make is not torch.Tensor.cpu:
             addresses = {tensor.data_ptr() for tensor in made_of.tensors}
             assert addresses.isdisjoint(tensor.data_ptr() for tensor in found.tensors)
-    half = boxes_of_a_matrix().half()
+    half: Any = boxes_of_a_matrix().half()
     assert half.dtype is half.tensors[0].dtype is torch.half
 
 
@@ -348,7 +349,10 @@ def test_the_place_of_a_sharded() -> None:
 def trained(steps: int) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
     torch.manual_seed(steps)
     parameters = {name: torch.nn.Parameter(torch.randn(4, 3)) for name in ("fc1", "fc2", "frozen")}
-    groups = [{"params": [parameters["fc1"]], "lr": 0.1 * steps}, {"params": [*parameters.values()][1:]}]
+    groups: list[State] = [
+        {"params": [parameters["fc1"]], "lr": 0.1 * steps},
+        {"params": [*parameters.values()][1:]},
+    ]
     optimizer = torch.optim.AdamW(groups)
     for _ in range(steps):
         for name in ("fc1", "fc2"):
@@ -385,8 +389,6 @@ def test_state_of_an_optimizer_that_cannot_be_named() -> None:
     parameters, optimizer = trained(1)
     with pytest.raises(ConfigError, match=r"\(4, 3\) in group 1 of the optimizer has no name"):
         optimizer_state(optimizer, [("fc1", parameters["fc1"])])
-    with pytest.raises(ConfigError, match="step it once"):
-        optimizer_state(trained(0)[1], trained(0)[0].items())
     parameters, optimizer = trained(0)
     with pytest.raises(ConfigError, match="step it once"):
         optimizer_state(optimizer, parameters.items())

@@ -16,7 +16,8 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distckpt import signature
+from distckpt import Sharded, signature
+from distckpt.sharded import fused
 from distckpt.signature import Signature, View, local_tensors
 from unit.tensors import tensors
 
@@ -358,6 +359,49 @@ def test_what_a_view_finds(mesh: DeviceMesh) -> None:
     assert [id(tensor) for tensor in local_tensors(state)] == [id(local) for local in view.locals]
     assert view.is_simple
     assert View(state).paths == []
+
+
+def test_boxes_of_a_sharded() -> None:
+    memory = torch.arange(24.0).reshape(6, 4)
+    plain = torch.ones(1)
+
+    def make(shape: tuple[int, ...], *places: tuple[tuple[int, int], torch.Tensor]) -> State:
+        return {"plain": [plain], "s": Sharded(shape, places), "end": plain}
+
+    boxes = ((0, 0), memory[:2]), ((4, 1), memory[3:4, 1:])
+    state = make((6, 4), *boxes)
+    assert matches(state, make((6, 4), *boxes))
+    others = [
+        make((7, 4), *boxes),
+        make((6, 4), boxes[0], ((5, 1), boxes[1][1])),
+        make((6, 4), boxes[0], ((4, 1), memory[4:5, 1:])),
+        make((6, 4), boxes[0], ((4, 1), memory[3:4, 1:3])),
+        make((6, 4), boxes[0]),
+        make((6, 4), boxes[0], ((4, 1), boxes[1][1].clone())),
+        {**state, "s": memory},
+    ]
+    for number, other in enumerate(others):
+        assert not matches(state, other), number
+    assert Signature(View(state)).is_like(View(others[5]))
+    assert not Signature(View(state)).is_like(View(others[1]))
+
+
+def test_what_a_view_finds_in_a_sharded() -> None:
+    value = torch.arange(10.0).reshape(5, 2)
+    nothing = Sharded((2, 2), [], dtype=torch.half)
+    parts = fused(torch.nn.Parameter(value), [3, 2], tensor_parallel=None)
+    boxes = Sharded((4,), [((0,), value[0]), ((3,), value[1, :1])])
+    state = {"fused": parts, "a": {1: boxes}, "nothing": nothing}
+    view = View(state, with_paths=True)
+    assert view.is_simple
+    assert view.paths == [("fused", 0, (0, 0)), ("fused", 1, (0, 0)), ("a", "1", (0,)), ("a", "1", (3,))]
+    assert [leaf.data_ptr() for leaf in view.leaves] == [
+        tensor.data_ptr() for tensor in (value, value[3:], value[0], value[1])
+    ]
+    assert [id(tensor) for tensor in local_tensors(state)] == [id(leaf) for leaf in view.leaves]
+    assert matches(state, {"fused": parts, "a": {1: boxes}, "nothing": nothing})
+    assert not matches(state, {"fused": parts, "a": {1: boxes}, "nothing": None})
+    assert not View({"s": Sharded((2,), [((0,), torch.ones(2).as_subclass(Tagged))])}).is_simple
 
 
 class Tagged(torch.Tensor):
