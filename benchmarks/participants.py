@@ -10,6 +10,7 @@ Beside it: building the same `Metadata` out of plain numbers, and pickling it, a
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import pickle
 import shutil
@@ -91,7 +92,8 @@ def commit(root: Path, world: int, num_items: int) -> dict[str, float]:
     storage.prepare()
     server = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     ranks = list(range(world))
-    first = Meeting(StoreCoordinator(server, 0, ranks), "1.1", timeout_s=60, where=storage.url)
+    coordinator = StoreCoordinator(server, 0, ranks)
+    first = Meeting(coordinator, "1.1", timeout_s=60, where=storage.url)
     claimed = claim(storage, "0a" * 16)
     for rank in ranks:
         name = f"__{rank}_0.distcp.{claimed.save_id}"
@@ -105,8 +107,10 @@ def commit(root: Path, world: int, num_items: int) -> dict[str, float]:
                 claimed.save_id, rank, "torch_dist", "", {name: nbytes}, [b""], table, Shares()._asdict()
             ),
         )
-        # One connection after the other: a process has not so many descriptors.
-        meeting = Meeting(StoreCoordinator(server, rank, ranks), "1.1", timeout_s=60, where=storage.url)
+        # Through one connection: a process has not so many descriptors.
+        own = copy.copy(coordinator)
+        own.rank = rank
+        meeting = Meeting(own, "1.1", timeout_s=60, where=storage.url) if rank else first
         meeting.say("written" if rank else "writing", save_id=claimed.save_id)
     seconds = {}
     started = last = time.perf_counter()
