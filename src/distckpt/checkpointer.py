@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt import observe
 from distckpt.assembly import ReplicasDiffer
-from distckpt.commit import Claim, claim, publish, reclaim
+from distckpt.commit import Claim, claim, committed_by, publish, reclaim
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written
 from distckpt.errors import CheckpointError, ConfigError, MissingRanks, StagingError, clear_frames
@@ -706,7 +706,12 @@ class Checkpointer:
         ref = write_manifest(storage, planned.manifest(save_id, written))
         if not self._is_first:
             meeting.say("written")
-            self._learn(planned, meeting.await_outcome().facts)
+            try:
+                self._learn(planned, meeting.await_outcome().facts)
+            except MissingRanks:
+                # The first rank may have ended, and its store with it, as soon as it had published.
+                if committed_by(storage) != save_id:
+                    raise
             return
         manifests: list[PartialManifest] = []
         if not self._is_alone:

@@ -9,14 +9,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -388,3 +390,52 @@ def test_boxes_that_several_ranks_hold(ranks: Ranks, tmp_path: Path) -> None:
     for step in range(3):
         full = torch.arange(1024 * 1024.0).reshape(1024, 1024) + step
         assert torch.equal(read_with_torch(step_path(tmp_path, step))["t"], full)
+
+
+class Slow(StoreCoordinator):
+    """Looks for word of others late, once it has told that it has written."""
+
+    has_written = False
+
+    def tell(self, key: str, value: bytes) -> None:
+        super().tell(key, value)
+        self.has_written |= b'"written"' in value
+
+    def hear(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+        if self.has_written:
+            threading.Event().wait(1.5)
+        return super().hear(keys)
+
+
+def save_and_end(root: str, port_file: str, ends: str) -> Outcome | None:
+    """Rank function: rank 0 keeps the store, and ends before or after it has published."""
+    port = Path(port_file)
+    if distributed.get_rank() == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.with_suffix(".tmp").write_text(str(store.port))
+        port.with_suffix(".tmp").rename(port)
+        with Checkpointer(root, participants=StoreCoordinator(store, 0, [0, 1])) as checkpointer:
+            if ends == "before":
+                crash("after")
+            checkpointer.save(0, {"of 0": torch.ones(3)})
+            os.kill(os.getpid(), signal.SIGKILL)
+    while not port.exists():
+        time.sleep(0.01)
+    store = TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    with Checkpointer(root, participants=Slow(store, 1, [0, 1])) as checkpointer:
+        return outcome_of_intact(checkpointer, 0, {"of 1": torch.ones(3)})
+
+
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_the_first_rank_ends_and_its_store_with_it(ranks: Ranks, tmp_path: Path, ends: str) -> None:
+    started = time.monotonic()
+    _, (name, text) = ranks.run(
+        2, save_and_end, root=str(tmp_path / "root"), port_file=str(tmp_path / "port"), ends=ends, may_die=[0]
+    )
+    assert time.monotonic() - started < 20, "at once, not at a deadline of ten minutes"
+    if ends == "before":
+        assert name == "MissingRanks"
+        assert "store of the participants cannot be reached" in text
+    else:
+        assert (name, text) == ("", "")
+        assert read_with_torch(step_path(tmp_path / "root", 0))["of 1"].tolist() == [1.0] * 3
