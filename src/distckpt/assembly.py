@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from distckpt.errors import CommitError
 from distckpt.geometry import misfit, outermost
 from distckpt.metadata import DCP_VERSION
-from distckpt.ownership import members_in, plain_of_all, shares_from
+from distckpt.ownership import Common, members_in, shares_from
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,34 +43,43 @@ class ReplicasDiffer(CommitError):
     """Ranks have not the same chunks, although their mesh says so."""
 
 
-def entry_of(write_item: WriteItem, path: Sequence[Any] | None, *, is_plain: bool) -> list[Any]:
+class StateChanged(CommitError):
+    """Ranks have left to others what these no longer have."""
+
+
+def entry_of(
+    write_item: WriteItem, path: Sequence[Any] | None, *, plain_rows: int | None = None
+) -> list[Any]:
     """Return what a coordinator needs to know of an item (see `ItemTable.entries`)."""
     data = write_item.tensor_data
     if data is None:
-        return [None, None, None, None, path, is_plain]
+        return [None, None, None, None, path, plain_rows]
     return [
         list(data.size),
         list(data.chunk.sizes),
         str(data.properties.dtype).removeprefix("torch."),
         data.properties.requires_grad,
         path,
-        is_plain,
+        plain_rows,
     ]
 
 
-def assemble(manifests: Sequence[PartialManifest], checkpoint_id: str, save_id: str) -> Metadata:
+def assemble(
+    manifests: Sequence[PartialManifest], checkpoint_id: str, save_id: str, common: Common | None = None
+) -> Metadata:
     """Return the metadata of the checkpoint that `manifests`, one for each participant, describe.
 
     Args:
         manifests: In the order of the participants.
         checkpoint_id: For the metadata.
         save_id: For the metadata.
+        common: What the ranks were told that they have in common.
 
     Raises:
         CommitError: They contradict each other, or do not cover what they describe.
         ReplicasDiffer: Ranks have not the chunks that their mesh says.
     """
-    check_shares(manifests)
+    check_shares(manifests, common)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     chunks: dict[str, dict[Any, tuple[ChunkStorageMetadata, _StorageInfo]]] = {}
     blobs: dict[str, _StorageInfo] = {}
@@ -134,26 +143,31 @@ def assemble(manifests: Sequence[PartialManifest], checkpoint_id: str, save_id: 
     return metadata
 
 
-def check_shares(manifests: Sequence[PartialManifest]) -> None:
+def check_shares(manifests: Sequence[PartialManifest], common: Common | None) -> None:
     """Check that ranks which left items to each other have the same ones.
 
     Args:
         manifests: In the order of the participants.
+        common: What the ranks were told that they have in common.
 
     Raises:
-        CommitError: They have not.
+        StateChanged: They have not.
         ReplicasDiffer: So it is with chunks of which their mesh says that they have the same.
     """
     told = [shares_from(manifest.head["shares"]) for manifest in manifests]
-    plain = plain_of_all([shares.plain for shares in told])
+    digests = tuple(shares.plain for shares in told)
+    known_digest = common.digest if common is not None and digests == common.digests else None
     classes: dict[tuple[str, str], set[int]] = {}
     for place, shares in enumerate(told):
-        if shares.relies not in ("", plain):
-            rank = manifests[place].head["rank"]
-            raise CommitError(
-                f"not published: what some rank saves has changed, and rank {rank} had left to others what "
+        is_known = shares.relies == known_digest
+        if shares.relies and not is_known:
+            known = digests if common is None else common.digests
+            changed = next((at for at, digest in enumerate(digests) if digest != known[at]), place)
+            who, rank = manifests[changed].head["rank"], manifests[place].head["rank"]
+            raise StateChanged(
+                f"not published: what rank {who} saves has changed, and rank {rank} had left to others what "
                 f"they had; the next save is complete again",
-                rank=rank,
+                rank=who,
             )
         for one in shares.classes:
             classes.setdefault(one, set()).add(place)

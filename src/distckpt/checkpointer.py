@@ -34,7 +34,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt import observe
-from distckpt.assembly import ReplicasDiffer
+from distckpt.assembly import ReplicasDiffer, StateChanged
 from distckpt.commit import Claim, claim, committed_by, publish, reclaim
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from typing_extensions import Self
 
+    from distckpt.coordination import Coordinator
     from distckpt.manifest import PartialManifest
     from distckpt.participants import Participants
     from distckpt.storage import Storage
@@ -69,7 +70,8 @@ _POLL_S = 0.002
 _ARRIVAL_S = 5.0
 _VERSIONS_AT_ONCE = 512
 _IDLE_TIMEOUTS = 2.0
-"""A save in whose directory nothing has changed for so many deadlines is over; ranks wait for 1.5 at most."""
+"""A save in whose directory nothing has changed for so many deadlines is over."""
+_MOST_DOUBLINGS = 10
 _SKEW, _SKEW_BYTES = 1.2, 64 << 20
 """A rank that writes more than the mean, by so many times and bytes, is worth a word."""
 
@@ -227,6 +229,7 @@ class Checkpointer:
         self._is_first = self._coordinator.rank == 0
         """Whether this rank publishes."""
         self._is_alone = len(self._coordinator.ranks) == 1
+        self._name = str(_count(self._coordinator))
         self._num_saves: Counter[int] = Counter()
         self._num_restores = 0
         self._common: Common | None = None
@@ -234,7 +237,13 @@ class Checkpointer:
         self._found: Common | None = None
         """The same, for all of them; on the first rank."""
         self._trusts_meshes = True
-        self._last_meeting: Meeting | None = None
+        self._meeting: Meeting | None = None
+        """That of the last save that has begun."""
+        self._over: list[Meeting] = []
+        """Those that have ended and not been forgotten; on the first rank."""
+        self._num_changes = self._wait_saves = 0
+        """How often it has turned out too late that ranks no longer had the same, and how many saves until
+        they are asked again: some never have."""
         self._storage_options = dict(storage_options or {})
         self._storage = self._open(root)
         # Absolute, wherever the process goes meanwhile.
@@ -328,10 +337,12 @@ class Checkpointer:
         self._num_saves[step] += 1
         meeting = Meeting(
             self._coordinator,
-            f"{step}.{self._num_saves[step]}",
+            f"{self._name}.{step}.{self._num_saves[step]}",
             timeout_s=self._timeout_s,
             where=handle.path,
+            before=self._meeting,
         )
+        self._meeting = meeting
         try:
             # Not inference tensors, whoever calls: what is kept for the next save could not be used by it.
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -450,7 +461,7 @@ class Checkpointer:
         def agree(text: str) -> bool:
             nonlocal num_asked
             num_asked += 1
-            name = f"load.{number}.{num_asked}"
+            name = f"{self._name}.load.{number}.{num_asked}"
             heard = exchange(self._coordinator, name, text, timeout_s=self._timeout_s)
             return len(set(heard.values())) == 1
 
@@ -459,19 +470,21 @@ class Checkpointer:
     def _find_for_all(self, step: int | str | None) -> tuple[int | None, bool, CheckpointError | None]:
         """Return what the first rank finds: one rank may see a checkpoint that another does not see yet."""
         self._num_restores += 1
-        name = f"restore.{self._num_restores}"
+        name = f"{self._name}.restore.{self._num_restores}"
         found, is_there, failure = None, False, None
         if self._is_first:
             try:
                 found, is_there = self._find(step)
             except CheckpointError as error:
                 failure = error
-            told = [found, is_there, failure and f"{type(failure).__name__}: {failure}"]
+            told = [str(step), found, is_there, failure and f"{type(failure).__name__}: {failure}"]
             if not self._is_alone:
                 tell(self._coordinator, name, json.dumps(told))
         else:
             [word] = hear(self._coordinator, name, [0], timeout_s=self._timeout_s).values()
-            found, is_there, text = json.loads(word)
+            asked, found, is_there, text = json.loads(word)
+            if asked != str(step):
+                text = f"restores step {asked}, and this one {step}"
             failure = CheckpointError(f"{text} (rank {self._coordinator.ranks[0]})") if text else None
         return found, is_there, failure
 
@@ -630,6 +643,11 @@ class Checkpointer:
             handle._has_arrived = True  # noqa: SLF001 - one room
             if late is not None:
                 late.check()
+            # The next save has the memory, whatever the others do.
+            handle._residence = None  # noqa: SLF001 - one room
+            if residence is not None:
+                given, residence = residence, None
+                planned.give_back(given)
             self._publish(handle, planned, storage, written, claimed, meeting)
         except BaseException as failure:  # noqa: BLE001 - the top frame of a thread: the handle raises it
             error = failure
@@ -646,9 +664,6 @@ class Checkpointer:
             self._tell_others(meeting, error)
             self._report(handle, error)
             return
-        handle._residence = None  # noqa: SLF001 - one room
-        if residence is not None:
-            planned.give_back(residence)
         self._complete(handle, claimed.save_id)
 
     def _write_through(self, handle: SaveHandle, planned: PlannedState, view: View, meeting: Meeting) -> None:
@@ -719,17 +734,21 @@ class Checkpointer:
             meeting.say("waiting", text="it publishes")
             ranks = self._coordinator.ranks
             manifests = read_partials(storage, save_id, ranks, lambda: claimed.check(storage))
-        data = planned.metadata(manifests, written.names, handle.path, save_id)
+        data = planned.metadata(manifests, written.names, handle.path, save_id, self._found)
         refs = [manifest.ref for manifest in manifests] or [ref]
         publish(storage, data, claimed, refs, self._details(manifests))
         if not self._is_alone:
             facts = self._common_facts(manifests)
-            meeting.say("committed", facts=facts)
+            try:
+                meeting.say("committed", facts=facts)
+            except CheckpointError as error:
+                # It is, and the others will see that.
+                _LOG.warning("the other ranks could not be told that %s is committed: %s", handle.path, error)
             self._learn(planned, facts)
-            if self._last_meeting is not None:
+            for over in self._over:
                 # All have heard how it ended: they have written since.
-                self._last_meeting.forget()
-            self._last_meeting = meeting
+                over.forget()
+            self._over = [meeting]
         self._reclaim(handle.step, save_id)
 
     def _reclaim(self, committed: int, save_id: str) -> None:
@@ -760,10 +779,11 @@ class Checkpointer:
         """Return what the ranks have in common, if there are any that do not know."""
         digests = tuple(str(manifest.head["shares"]["plain"]) for manifest in manifests)
         relies = [manifest.head["shares"]["relies"] for manifest in manifests]
-        if self._found is None or self._found.digests != digests:
-            # Nobody relies on anything yet, or this would not have been published.
+        if not any(relies) and (self._found is None or self._found.digests != digests):
+            # Each has written all of its own.
             self._found = find_common(manifests)
             return common_to_json(self._found)
+        assert self._found is not None, "what ranks rely upon they were told"
         if all(relies[place] for text, _ in self._found.classes for place in members_in(text)):
             return {}
         return common_to_json(self._found)
@@ -771,6 +791,9 @@ class Checkpointer:
     def _learn(self, planned: PlannedState, facts: Mapping[str, Any]) -> None:
         """See what the ranks have in common that no mesh tells of, and share it from now on."""
         if not facts:
+            return
+        if self._wait_saves:
+            self._wait_saves -= 1
             return
         common = common_from_json(facts)
         place = self._coordinator.rank
@@ -786,6 +809,11 @@ class Checkpointer:
             return
         # What the others save may be what has changed.
         self._common = None
+        if isinstance(error, StateChanged) or meeting.outcome.facts.get("changed"):
+            self._num_changes += 1
+            self._wait_saves = 2 ** min(self._num_changes, _MOST_DOUBLINGS) - 2
+        if self._is_first:
+            self._over.append(meeting)
         differ = isinstance(error, ReplicasDiffer) or bool(meeting.outcome.facts.get("differ"))
         self._trusts_meshes &= not differ
         missing = list(error.ranks or ()) if isinstance(error, MissingRanks) else []
@@ -793,7 +821,11 @@ class Checkpointer:
             meeting.say(
                 "failed",
                 text=f"{type(error).__name__}: {error}",
-                facts={"differ": differ, "missing": missing},
+                facts={
+                    "differ": differ,
+                    "missing": missing,
+                    "changed": isinstance(error, StateChanged),
+                },
             )
 
     def _details(self, manifests: Sequence[PartialManifest]) -> dict[str, Any]:
@@ -834,6 +866,14 @@ def _cause_of(error: CheckpointException, path: str, rank: int) -> CheckpointErr
     if isinstance(failure, CheckpointError):
         return failure
     return CheckpointError(f"{path} cannot be loaded into the state: {failure} (rank {rank})", rank=rank)
+
+
+def _count(coordinator: Coordinator) -> int:
+    """Return how many have used `coordinator` before: what each says has names of its own."""
+    number = getattr(coordinator, "_num_users", 0)
+    with contextlib.suppress(AttributeError):
+        coordinator._num_users = number + 1  # type: ignore[attr-defined]  # noqa: SLF001
+    return int(number)
 
 
 def _await_arrival(residence: Residence) -> None:

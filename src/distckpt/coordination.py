@@ -16,6 +16,9 @@ import contextlib
 import re
 import threading
 import time
+import weakref
+from collections import Counter
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -23,17 +26,20 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from distckpt.errors import CommitError, ConfigError
 from distckpt.manifest import FOLDER
 from distckpt.storage import open_storage
+from distckpt.threads import Threads
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from distckpt.storage import Storage
 
 _FOLDER = FOLDER + "job-"
 _JOB = re.compile(r"[A-Za-z0-9_-]+")
-_STORE_TIMEOUT = timedelta(seconds=10)
+_STORE_TIMEOUT_S = 10.0
 """Of one call, which never waits for a key."""
+_num_coordinators: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
+"""How many were made in this process; the same number on each participant, each in its own process."""
 _IDLE_TIMEOUTS = 10
 
 
@@ -139,7 +145,8 @@ class StoreCoordinator:
         store: The store. What other things it is used for is not touched.
         rank: Rank of this process in the job.
         ranks: All participants, as ranks of the job, in the same order on each of them.
-        name: What the participants have in common, and nobody else who uses the store.
+        name: What the participants have in common, and nobody else who uses the store. They make their
+            coordinators of one name in the same order.
 
     Raises:
         ConfigError: `rank` is not among `ranks`, or one is named twice.
@@ -147,43 +154,55 @@ class StoreCoordinator:
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], name: str = "") -> None:
         self.rank, self.ranks = _place(rank, ranks)
-        self._prefix = f"distckpt/{name}/"
-        self._lock = threading.Lock()
+        number = _num_coordinators[name, rank, self.ranks]
+        _num_coordinators[name, rank, self.ranks] += 1
+        self._prefix = f"distckpt/{name}/{number}/"
         # A connection of its own where there can be one: torch's own use of the store may wait in it.
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
             store = store.clone()
-            store.set_timeout(_STORE_TIMEOUT)
+            store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._store = store
+        self._lock = threading.Lock()
+        self._is_lost = False
+        # The client of a store that has stopped answering waits for ever, whatever its timeout says.
+        self._thread = Threads(1, "distckpt-words")
+        weakref.finalize(self, self._thread.close, 0.0)
 
     def tell(self, key: str, value: bytes) -> None:
         """See `Coordinator`."""
-        with self._reaching():
-            self._store.set(self._prefix + key, value)
+        self._call(self._store.set, self._prefix + key, value)
 
     def hear(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """See `Coordinator`."""
-        names = [self._prefix + key for key in keys]
-        with self._reaching():
-            # To ask for what is not there would wait for it.
-            if not (names and self._store.check(names)):
-                there = [self._store.check([name]) for name in names] if len(names) > 1 else [False]
-                keys = [key for key, is_there in zip(keys, there, strict=False) if is_there]
-                names = [self._prefix + key for key in keys]
-            return dict(zip(keys, self._store.multi_get(names), strict=True)) if names else {}
+        found = self._call(_read_there, self._store, [self._prefix + key for key in keys])
+        return {name.removeprefix(self._prefix): bytes(value) for name, value in found.items()}
 
     def forget(self, keys: Iterable[str]) -> None:
         """See `Coordinator`."""
-        with self._reaching():
-            for key in keys:
-                self._store.delete_key(self._prefix + key)
+        for key in keys:
+            self._call(self._store.delete_key, self._prefix + key)
 
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._lock:
-            try:
-                yield
-            except RuntimeError as error:
-                raise CommitError(f"the store of the participants cannot be reached: {error}") from error
+            if self._is_lost:
+                raise CommitError("the store of the participants has stopped answering")
+            future = self._thread.submit(function, *args)
+        try:
+            return future.result(_STORE_TIMEOUT_S)
+        except futures.TimeoutError:
+            self._is_lost = True
+            raise CommitError(
+                f"the store of the participants has not answered for {_STORE_TIMEOUT_S:.0f} s"
+            ) from None
+        except RuntimeError as error:
+            raise CommitError(f"the store of the participants cannot be reached: {error}") from error
+
+
+def _read_there(store: Any, names: list[str]) -> dict[str, bytes]:
+    """Return the values that are there; to ask for others would wait for them."""
+    if names and not store.check(names):
+        names = [name for name in names if store.check([name])] if len(names) > 1 else []
+    return dict(zip(names, store.multi_get(names), strict=True)) if names else {}
 
 
 class StorageCoordinator:

@@ -136,8 +136,8 @@ class ItemTable:
         offsets: Bytes from the start of the file.
         sizes: Bytes, framing included.
         entries: What a coordinator that has no plan of this rank needs to know: shape of the tensor, shape of
-            the chunk, dtype, whether it requires grad, path in the state, whether no mesh tells its holders;
-            None if there is such a plan.
+            the chunk, dtype, whether it requires grad, path in the state, and by how many rows it
+            could be shared, None if a mesh says who has it; None if there is such a plan.
     """
 
     fqns: list[str]
@@ -321,4 +321,9 @@ def read_partials(
     if len(ranks) <= _FEW:
         return [read(rank) for rank in ranks]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="distckpt-manifests") as pool:
-        return list(pool.map(read, ranks))
+        try:
+            found = pool.map(read, ranks)
+        except RuntimeError:
+            # The interpreter ends: there are no more threads.
+            found = map(read, ranks)
+        return list(found)

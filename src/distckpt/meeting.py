@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.005
 _LAST_PAUSE_S = 0.5
+_GRACE_S = 5.0
+"""A store that cannot be reached may be again."""
 _MARGIN_S = 1.0
 """Rank 0 sees who is missing: the others wait a little longer, for its word."""
 _MOST_NAMED = 8
@@ -74,12 +76,22 @@ class Meeting:
         name: Of the save; all participants give the same, and no two saves have it.
         timeout_s: Seconds without progress after which a wait has failed.
         where: The checkpoint, for messages.
+        before: The save before it, which others may still be busy with.
     """
 
-    def __init__(self, coordinator: Coordinator, name: str, *, timeout_s: float, where: str) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        name: str,
+        *,
+        timeout_s: float,
+        where: str,
+        before: Meeting | None = None,
+    ) -> None:
         self._coordinator = coordinator
         self._rank = coordinator.rank
-        self._keys = [f"{name}.{rank}" for rank in range(len(coordinator.ranks))]
+        self.keys = [f"{name}.{rank}" for rank in range(len(coordinator.ranks))]
+        self._before = [] if before is None else before.keys
         self._timeout_s = timeout_s
         self._where = where
         self._heard: dict[int, Word] = {}
@@ -137,7 +149,7 @@ class Meeting:
             CommitError: One has given the save up.
             MissingRanks: Some have not got on within the deadline.
         """
-        missing = set(range(len(self._keys))) - {self._rank}
+        missing = set(range(len(self.keys))) - {self._rank}
         if not missing:
             return
         # Those that wait for this rank wait no shorter than it does.
@@ -162,7 +174,7 @@ class Meeting:
     def forget(self) -> None:
         """Remove what was said; every rank has heard it."""
         try:
-            self._coordinator.forget(self._keys)
+            self._coordinator.forget(self.keys)
         except CheckpointError as error:
             _LOG.debug("%s: what was said of the save stays: %s", self._where, error)
 
@@ -193,17 +205,26 @@ class Meeting:
             MissingRanks: There was none within the deadline.
         """
         deadline = ProgressDeadline(timeout_s)
+        reachable = ProgressDeadline(min(_GRACE_S, timeout_s))
         pause, pause_s = threading.Event(), _FIRST_PAUSE_S
+        busy: Mapping[str, bytes] = {}
         while True:
             failure: CheckpointError | None = None
+            told: Mapping[str, bytes] = {}
             news = False
             awaited = [rank for rank in ranks if not self._has_ended(rank)]
             try:
-                told = self._coordinator.hear([self._keys[rank] for rank in awaited])
+                told = self._coordinator.hear([self.keys[rank] for rank in awaited])
+                if self._before and not told:
+                    earlier = self._coordinator.hear([self._before[rank] for rank in awaited])
+                    if earlier != busy:
+                        busy = earlier
+                        deadline.progress()
+                reachable.progress()
             except CheckpointError as error:
-                failure, told = error, {}
+                failure = error
             for rank in awaited:
-                data = told.get(self._keys[rank])
+                data = told.get(self.keys[rank])
                 if data is not None:
                     word = Word(**json.loads(data))
                     news |= word != self._heard.get(rank)
@@ -212,35 +233,44 @@ class Meeting:
                 deadline.progress()
                 pause_s = _FIRST_PAUSE_S
             yield news
-            if failure is not None or deadline.passed:
-                self._give_up(awaited, deadline.idle_s, failure)
+            if failure is not None and (reachable.passed or deadline.passed):
+                self._give_up_unheard(failure)
+            if deadline.passed:
+                self._give_up(awaited, deadline.idle_s)
             pause.wait(min(pause_s, max(_FIRST_PAUSE_S, timeout_s - deadline.idle_s)))
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def _has_ended(self, rank: int) -> bool:
         return rank in self._heard and self._heard[rank].phase == "written"
 
-    def _give_up(self, ranks: Sequence[int], waited_s: float, failure: CheckpointError | None) -> NoReturn:
+    def _give_up_unheard(self, failure: CheckpointError) -> NoReturn:
+        what = f"nobody can be heard of in the save of {self._where}: {failure}"
+        if self._rank == 0:
+            raise CommitError(what) from failure
+        # Where the store is kept nobody here knows: it may be gone with rank 0.
+        first = self._coordinator.ranks[0]
+        raise MissingRanks(f"{what}; rank {first} publishes", ranks=(first,)) from failure
+
+    def _give_up(self, ranks: Sequence[int], waited_s: float) -> NoReturn:
         states = [
             f"rank {self._name(rank)} {self._heard.get(rank, 'never entered the save')}"
             for rank in ranks[:_MOST_NAMED]
         ]
         if len(ranks) > _MOST_NAMED:
-            states.append(f"and {len(ranks) - _MOST_NAMED} more: {', '.join(map(self._name, ranks))}")
-        why = f"; {failure}" if failure else ""
+            states.append(f"and {len(ranks) - _MOST_NAMED} more")
         raise MissingRanks(
             f"nothing new for {waited_s:.0f} s (--distributed-timeout-minutes) in the save of {self._where}: "
-            f"{', '.join(states)}{why}",
+            f"{', '.join(states)}",
             ranks=tuple(self._coordinator.ranks[rank] for rank in ranks),
             waited_s=waited_s,
-        ) from failure
+        )
 
     def _name(self, rank: int) -> str:
         return str(self._coordinator.ranks[rank])
 
     def _tell(self) -> None:
         data = json.dumps(_fields(self._own), separators=(",", ":"))
-        self._coordinator.tell(self._keys[self._rank], data.encode())
+        self._coordinator.tell(self.keys[self._rank], data.encode())
         self._has_spoken = True
 
 

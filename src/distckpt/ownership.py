@@ -48,8 +48,11 @@ class Common(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Digest of what every participant has."""
-        return plain_of_all(self.digests)
+        """Digest of all of this."""
+        classes = sorted(
+            (text, None if places is None else sorted(places, key=str)) for text, places in self.classes
+        )
+        return hashlib.sha256(repr((self.digests, classes)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Rules(NamedTuple):
@@ -75,7 +78,7 @@ class Shares(NamedTuple):
 
     Attributes:
         plain: Digest of its plain items.
-        relies: Digest of the plain items of all participants, if it has left some to others; else "".
+        relies: `Common.digest`, if it has left plain items to others; else "".
         classes: Participants that hold the same chunks by their meshes, as text, and the digest of these.
     """
 
@@ -98,6 +101,11 @@ class Piece(NamedTuple):
     whole: WriteItem
     rows: tuple[int, int] | None = None
     is_plain: bool = True
+
+    @property
+    def plain_rows(self) -> int | None:
+        """By how many rows it could be shared if others turn out to have it; None if a mesh says who has."""
+        return local_rows(self.whole)[1] if self.is_plain else None
 
 
 def divide(
@@ -134,10 +142,10 @@ def divide(
     told = []
     for holders, numbers in classes.items():
         ordered = _ordered(items, numbers)
-        told.append((_as_text([rules.ranks.index(rank) for rank in holders]), _digest(items, ordered)))
+        told.append((_as_text([rules.ranks.index(rank) for rank in holders]), _digest(items, ordered, rules)))
         member = holders.index(rules.rank)
         pieces |= _share(items, ordered, len(holders), member, rules.is_parallel, is_plain=False)
-    digest = _digest(items, _ordered(items, plain))
+    digest = _digest(items, _ordered(items, plain), rules)
     place = rules.ranks.index(rules.rank)
     common = rules.common
     relies = ""
@@ -170,11 +178,11 @@ def find_common(manifests: Sequence[PartialManifest]) -> Common:
         if digest not in tables:
             table = json.loads(manifest.items)
             tables[digest] = [
-                (fqn, None if offset is None else tuple(offset), str(size), str(chunk_size), dtype)
-                for fqn, offset, (size, chunk_size, dtype, _, _, is_plain) in zip(
+                (fqn, None if offset is None else tuple(offset), str(size), str(chunk_size), dtype, rows)
+                for fqn, offset, (size, chunk_size, dtype, _, _, rows) in zip(
                     table["fqns"], table["chunks"], table["entries"], strict=True
                 )
-                if is_plain
+                if rows is not None
             ]
         for item in tables[digest]:
             holders.setdefault(item, []).append(at)
@@ -217,11 +225,6 @@ def common_from_json(fields: Mapping[str, Any]) -> Common:
             for text, places in fields["classes"]
         ),
     )
-
-
-def plain_of_all(plain: Sequence[str]) -> str:
-    """Return the digest of what plain items each participant has."""
-    return hashlib.sha256(" ".join(plain).encode()).hexdigest()
 
 
 def members_in(text: str) -> list[int]:
@@ -285,7 +288,8 @@ def _ordered(items: Sequence[WriteItem], numbers: Sequence[int]) -> list[int]:
     return sorted(numbers, key=lambda number: (items[number].index.fqn, items[number].index.offset or ()))
 
 
-def _digest(items: Sequence[WriteItem], numbers: Sequence[int]) -> str:
+def _digest(items: Sequence[WriteItem], numbers: Sequence[int], rules: Rules) -> str:
+    """Return a digest of items and of how they are shared: a rank with another setting has not the same."""
     chosen = [items[number] for number in numbers]
     kinds = [
         (
@@ -296,7 +300,8 @@ def _digest(items: Sequence[WriteItem], numbers: Sequence[int]) -> str:
         for item in chosen
         for data in [item.tensor_data]
     ]
-    return plan_digest([item.index.fqn for item in chosen], kinds)[:32]
+    names = [item.index.fqn for item in chosen]
+    return plan_digest([str(rules.is_parallel), *names], [None, *kinds])[:32]
 
 
 def _holders(mesh: DeviceMesh, placements: Sequence[Any], fqn: str, rules: Rules) -> tuple[int, ...]:

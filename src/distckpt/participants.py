@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     Participants = Iterable[int] | ProcessGroup | DeviceMesh | Coordinator | None
-
-_num_meetings: Counter[tuple[int, ...]] = Counter()
-"""By participants: how many times they have met in this process, the same number on each of them."""
 
 
 def meet(participants: Participants) -> tuple[Coordinator, ProcessGroup | None]:
@@ -65,9 +61,7 @@ def meet(participants: Participants) -> tuple[Coordinator, ProcessGroup | None]:
         group = distributed.group.WORLD
     if ranks == [rank]:
         return SingleCoordinator(rank), None
-    number = _num_meetings[tuple(ranks)]
-    _num_meetings[tuple(ranks)] += 1
-    name = f"{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}.{number}"
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     # Private, but the only store that all ranks of a job have in common.
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
     return StoreCoordinator(store, rank, ranks, name), group

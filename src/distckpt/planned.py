@@ -9,6 +9,7 @@ Threads: one thread plans and stages; another may write, give memory back and de
 
 from __future__ import annotations
 
+import hashlib
 import io
 import threading
 import time
@@ -30,7 +31,7 @@ from distckpt.formats import Frame
 from distckpt.image import lay_out_image
 from distckpt.manifest import ItemTable, Manifest, plan_digest
 from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
-from distckpt.ownership import Rules, divide
+from distckpt.ownership import Common, Rules, divide
 from distckpt.planner import SavePlanner
 from distckpt.signature import Signature, View
 from distckpt.staging import is_raw
@@ -294,7 +295,9 @@ class PlannedState:
             entries = None
             if len(self.rules.ranks) > 1:
                 entries = [
-                    entry_of(piece.item, self._mappings.get(piece.item.index.fqn), is_plain=piece.is_plain)
+                    entry_of(
+                        piece.item, self._mappings.get(piece.item.index.fqn), plain_rows=piece.plain_rows
+                    )
                     for piece in self._pieces
                 ]
             self._table = ItemTable(fqns, chunks, item_files, offsets, image.sizes, entries)
@@ -340,7 +343,12 @@ class PlannedState:
         )
 
     def metadata(
-        self, manifests: list[PartialManifest], names: tuple[str, ...], path: str, save_id: str
+        self,
+        manifests: list[PartialManifest],
+        names: tuple[str, ...],
+        path: str,
+        save_id: str,
+        common: Common | None = None,
     ) -> bytes:
         """Return the pickled metadata of one save.
 
@@ -352,18 +360,19 @@ class PlannedState:
             names: Of this rank's files.
             path: Of the checkpoint.
             save_id: Of the save.
+            common: What the ranks were told that they have in common.
         """
         # As pickle encodes it.
         data_path = path.encode("utf-8", "surrogatepass")
         length = len(data_path)
         files = [[name.replace(save_id, "") for name in m.ref.files] for m in manifests]
-        key = (length, files, [(m.items, m.head["shares"]) for m in manifests])
+        key = (length, files, [(hashlib.sha256(m.items).digest(), m.head["shares"]) for m in manifests])
         if self._template is None or self._template[0] != key:
             # A placeholder that nothing else in the metadata holds, as the id is another.
             mark = (uuid.uuid4().hex * (1 + length // 32))[:length]
             with collector_paused():
                 if manifests:
-                    metadata = assemble(manifests, mark, save_id)
+                    metadata = assemble(manifests, mark, save_id, common)
                 else:
                     metadata = self._own_metadata(names, mark, save_id)
                 self._template = (key, pickle_metadata(metadata, {}), mark, save_id)

@@ -96,7 +96,10 @@ class Watchdog:
             if standing.nbytes != last:
                 last, since, said = standing.nbytes, time.monotonic(), 0.0
                 if tell is not None:
-                    tell(standing.nbytes, standing.total)
+                    try:
+                        tell(standing.nbytes, standing.total)
+                    except Exception as error:  # noqa: BLE001 - what it tells is worth no failure
+                        _LOG.debug("progress could not be told: %s", error)
                 continue
             idle_s = time.monotonic() - since
             # Once more each time that it has lasted twice as long.

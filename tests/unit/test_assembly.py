@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from distckpt.assembly import ReplicasDiffer, assemble, entry_of
+from distckpt.assembly import ReplicasDiffer, StateChanged, assemble, entry_of
 from distckpt.errors import CommitError
 from distckpt.manifest import ItemTable, Manifest, PartialManifest, read_partial, write_manifest
 from distckpt.metadata import DCP_VERSION, pickle_metadata
-from distckpt.ownership import Shares, plain_of_all
+from distckpt.ownership import Common, Shares
 from distckpt.storage import Storage, open_storage
 from unit.tensors import tensors
 
@@ -70,11 +70,15 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Storage:
 def put_together(storage: Storage) -> Callable[..., Metadata]:
     """Let ranks write their manifests, and the coordinator read them and put them together."""
 
-    def run(*ranks: Sequence[Piece], shares: Mapping[int, Shares] = MappingProxyType({})) -> Metadata:
+    def run(
+        *ranks: Sequence[Piece],
+        shares: Mapping[int, Shares] = MappingProxyType({}),
+        common: Common | None = None,
+    ) -> Metadata:
         manifests = [
             manifest(storage, rank, pieces, shares.get(rank, Shares())) for rank, pieces in enumerate(ranks)
         ]
-        return assemble(manifests, "where/it/is", "0a")
+        return assemble(manifests, "where/it/is", "0a", common)
 
     return run
 
@@ -290,14 +294,17 @@ def test_what_one_wrote_whole_and_others_in_parts(put_together: Assemble) -> Non
 
 def test_plain_items_that_were_left_to_others(put_together: Assemble) -> None:
     ranks = [[whole("t", 1)], [], []]
-    plain = ["a", "b", "a"]
-    known = plain_of_all(plain)
-    shares = {rank: Shares(digest, known if rank else "") for rank, digest in enumerate(plain)}
-    assert put_together(*ranks, shares=shares).state_dict_metadata.keys() == {"t"}
-    shares[0] = Shares("changed", "")
-    with pytest.raises(CommitError, match="what some rank saves has changed, and rank 1 had left") as caught:
-        put_together(*ranks, shares=shares)
-    assert caught.value.rank == 1
+    common = Common(("a", "b", "a"), (("0,2", None),))
+    shares = {0: Shares("a"), 1: Shares("b"), 2: Shares("a", common.digest)}
+    found = put_together(*ranks, shares=shares, common=common)
+    assert found.state_dict_metadata.keys() == {"t"}
+    with pytest.raises(StateChanged, match="what rank 0 saves has changed, and rank 2 had left") as caught:
+        put_together(*ranks, shares={**shares, 0: Shares("changed")}, common=common)
+    assert caught.value.rank == 0
+    other = common._replace(classes=(("0,2", frozenset({("t", (0,))})),))
+    for told in (other, None):
+        with pytest.raises(StateChanged, match="and rank 2 had left to others"):
+            put_together(*ranks, shares=shares, common=told)
 
 
 def test_replicas_that_were_left_to_others(put_together: Assemble) -> None:
@@ -346,9 +353,7 @@ def test_one_rank_says_what_its_planner_says(storage: Storage, state: dict[str, 
     [plan], expected = planner.create_global_plan([planner.create_local_plan()])
     pieces = []
     for item in plan.items:
-        size, chunk_size, dtype, requires_grad, path, _ = entry_of(
-            item, planner.mappings[item.index.fqn], is_plain=False
-        )
+        size, chunk_size, dtype, requires_grad, path, _ = entry_of(item, planner.mappings[item.index.fqn])
         pieces.append(
             Piece(item.index.fqn, item.index.offset, chunk_size, size, dtype, bool(requires_grad), path)
         )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +15,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from distckpt import coordination
 from distckpt.coordination import (
     Coordinator,
     Participant,
@@ -48,6 +53,11 @@ def test_a_deadline_moves_on_with_progress_only() -> None:
         passed.append(deadline.passed)
     assert passed == [False, True, False, False, True]
     assert deadline.idle_s == pytest.approx(10.1)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordination, "_num_coordinators", Counter())
 
 
 @pytest.fixture(params=["TCPStore", "FileStore", "prefix", "storage"])
@@ -160,3 +170,37 @@ def test_one_process_tells_nobody() -> None:
     alone.forget(["a.0"])
     assert alone.hear(["a.0"]) == {}
     assert (alone.rank, alone.ranks) == (0, (3,))
+
+
+def test_a_store_that_stops_answering_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped: the client of such a store waits for ever."""
+    monkeypatch.setattr(coordination, "_STORE_TIMEOUT_S", 0.5)
+    serve = (
+        "from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        client = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+        one = StoreCoordinator(client, 0, [0, 1])
+        one.tell("a.0", b"word")
+        server.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(CommitError, match="has not answered for"):
+            one.hear(["a.0", "a.1"])
+        with pytest.raises(CommitError, match="has stopped answering"):
+            one.tell("a.0", b"word")
+        assert time.monotonic() - started < 5
+        server.kill()
+
+
+def test_two_of_one_name_are_kept_apart(join: Join) -> None:
+    first = [join(rank, [0, 1]) for rank in (0, 1)] if join.__name__ == "on_store" else []
+    second = [join(rank, [0, 1]) for rank in (0, 1)] if first else []
+    for one in first[:1]:
+        one.tell("1.1.0", b"yesterday")
+    for one in second[1:]:
+        assert one.hear(["1.1.0"]) == {}

@@ -30,7 +30,6 @@ from distckpt.ownership import (
     divide,
     find_common,
     members_in,
-    plain_of_all,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def manifest_of(rank: int, pieces: list[Piece], shares: Shares) -> PartialManife
     table = {
         "fqns": [item.index.fqn for item in items],
         "chunks": [item.index.offset for item in items],
-        "entries": [entry_of(item, None, is_plain=True) for item in items],
+        "entries": [entry_of(piece.item, None, plain_rows=piece.plain_rows) for piece in pieces],
     }
     head = {"rank": rank, "shares": shares._asdict()}
     return PartialManifest(ManifestRef("", "", {}), head, json.dumps(table).encode())
@@ -131,7 +130,7 @@ def test_plain_items_are_written_once_when_they_are_known(
             names & {entry.name for entry in other} for at, other in enumerate(states) if at != place
         )
         relies = manifests[place].head["shares"]["relies"]
-        assert relies == (plain_of_all(common.digests) if shares else "")
+        assert relies == (common.digest if shares else "")
 
 
 def test_equal_states_are_shared_equally() -> None:
