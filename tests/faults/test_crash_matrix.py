@@ -83,7 +83,15 @@ def say(capsys: pytest.CaptureFixture[str], text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        # Two workers on two ranks do all that two ranks do.
+        pytest.param(one, marks=[pytest.mark.thorough] * str(one).endswith("2x1-overwrite"))
+        for one in SETTINGS
+    ],
+    ids=str,
+)
 def test_every_point_and_every_loss(
     recorded: Record,
     tmp_path: Path,

@@ -310,7 +310,7 @@ def save_often(path: str, workers: int, mode: str) -> None:
 @pytest.mark.parametrize(
     ("workers", "mode"),
     [
-        (1, "sync"),
+        pytest.param(1, "sync", marks=pytest.mark.thorough),
         pytest.param(1, "async", marks=pytest.mark.thorough),
         pytest.param(2, "sync", marks=pytest.mark.thorough),
         (2, "async"),

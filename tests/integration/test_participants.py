@@ -114,9 +114,20 @@ def _state(step: int | None, members: list[int]) -> dict[str, Any]:
     return {"part": Sharded(full.shape, [((index * rows, 0), part)]), "plain": full.clone(), "step": step}
 
 
-@pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize(
-    ("moment", "crashing"), [("before", 1), ("before", 3), ("during", 2), ("after", 1), ("after", 3)]
+    ("moment", "crashing", "async_save"),
+    [
+        ("before", 1, True),
+        ("before", 3, False),
+        ("during", 2, True),
+        ("during", 2, False),
+        ("after", 1, False),
+        ("after", 3, True),
+        pytest.param("before", 1, False, marks=pytest.mark.thorough),
+        pytest.param("before", 3, True, marks=pytest.mark.thorough),
+        pytest.param("after", 1, True, marks=pytest.mark.thorough),
+        pytest.param("after", 3, False, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_rank_that_crashes(
     ranks: Ranks, tmp_path: Path, moment: str, crashing: int, async_save: bool
