@@ -869,10 +869,19 @@ def _cause_of(error: CheckpointException, path: str, rank: int) -> CheckpointErr
 
 
 def _count(coordinator: Coordinator) -> int:
-    """Return how many have used `coordinator` before: what each says has names of its own."""
+    """Return how many have used `coordinator` before: what each says has names of its own.
+
+    Raises:
+        ConfigError: That cannot be remembered.
+    """
     number = getattr(coordinator, "_num_users", 0)
-    with contextlib.suppress(AttributeError):
+    try:
         coordinator._num_users = number + 1  # type: ignore[attr-defined]  # noqa: SLF001
+    except AttributeError:
+        raise ConfigError(
+            f"participants: a {type(coordinator).__name__} takes no attribute, by which a second "
+            f"Checkpointer that uses it is told apart"
+        ) from None
     return int(number)
 
 

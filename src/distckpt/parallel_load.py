@@ -209,7 +209,7 @@ class _Exchange:
             raise CheckpointError(
                 "another rank failed to read its part of the checkpoint, see its error; the state of this "
                 "rank is loaded in part",
-                rank=distributed.get_rank(self._group),
+                rank=distributed.get_rank(),
             )
         received_bytes = 0
         try:
@@ -224,7 +224,7 @@ class _Exchange:
         except RuntimeError as error:
             raise CheckpointError(
                 f"the exchange of what was read failed, the state of this rank is loaded in part: {error}",
-                rank=distributed.get_rank(self._group),
+                rank=distributed.get_rank(),
             ) from error
         num_pieces, self._pieces = len(self._pieces), []
         _LOG.info(
