@@ -9,11 +9,12 @@ STAMP := .venv/.installed
 SOURCES := $(wildcard src tests benchmarks docs/examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit integration faults thorough perf crash soak bench bench-quick lint fmt type tidy docs check clean
+.PHONY: help setup demo test unit integration faults thorough perf crash soak bench bench-quick bench-peers \
+	bench-compare bench-readme lint fmt type tidy docs check clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r name text; do \
-		printf '  make %-12s %s\n' "$$name" "$$text"; done
+		printf '  make %-14s %s\n' "$$name" "$$text"; done
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -52,11 +53,20 @@ crash: $(STAMP)  ## Kill processes at hundreds of operations of a save, and the 
 soak: $(STAMP)  ## Kill random processes while jobs save without end
 	$(BIN)/python tests/faults/soak.py
 
-bench: $(STAMP)  ## Run the benchmarks
-	$(BIN)/python benchmarks/run.py
+bench: $(STAMP)  ## Measure this machine, distckpt and its peers in 9 minutes: table, page, trace (ARGS=--help)
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
-bench-quick: $(STAMP)  ## Run the benchmarks at a small size
-	$(BIN)/python benchmarks/run.py --smoke
+bench-quick: $(STAMP)  ## The same in a minute
+	$(BIN)/python benchmarks/run.py --quick $(ARGS)
+
+bench-peers: $(STAMP)  ## Install the peers that make bench compares with
+	$(BIN)/python -m pip install -q '$(TORCH)' -r benchmarks/peers.txt
+
+bench-compare: $(STAMP)  ## Compare two runs, A=FILE B=FILE; fails if the second is slower beyond noise
+	$(BIN)/python benchmarks/compare.py $(A) $(B)
+
+bench-readme: $(STAMP)  ## Put the tables of benchmarks/results into the README
+	$(BIN)/python benchmarks/tables.py
 
 lint: $(STAMP)  ## Check style, formatting and import layers
 	$(BIN)/ruff check $(SOURCES)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import crc32c
 import torch
 from plain_writer import BLOCK_BYTES, make_buffer, write_file
 
@@ -180,3 +183,46 @@ class CopyCeiling:
         started = time.perf_counter()
         self._target.copy_(self._source)
         return time.perf_counter() - started
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Have files read from their disk again: what of them is in the page cache is dropped."""
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def read_seconds(files: Sequence[Path], threads: int) -> float:
+    """Return the seconds to read files in blocks of 32 MiB that so many threads take, after `forget`."""
+    blocks = [
+        (file, offset) for file in files for offset in range(0, file.stat().st_size, BLOCK_BYTES)
+    ]  # fmt: skip
+    forget(files)
+    buffers = threading.local()
+
+    def read(block: tuple[Path, int]) -> None:
+        file, offset = block
+        if not hasattr(buffers, "one"):
+            buffers.one = mmap.mmap(-1, BLOCK_BYTES)
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.preadv(fd, [buffers.one], offset)
+        finally:
+            os.close(fd)
+
+    with ThreadPoolExecutor(threads) as pool:
+        started = time.perf_counter()
+        list(pool.map(read, blocks))
+        return time.perf_counter() - started
+
+
+def checksum_seconds(nbytes: int) -> float:
+    """Return the seconds that one core takes for the CRC32C of so many bytes, in blocks of 4 MiB."""
+    block = os.urandom(4 << 20)
+    started = time.perf_counter()
+    for _ in range(nbytes // len(block)):
+        crc32c.crc32c(block)
+    return time.perf_counter() - started

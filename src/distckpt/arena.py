@@ -289,6 +289,7 @@ class Arena:
         cpus: Called, under the arena's lock, when threads are to build slabs; they run on the processors that
             it returns, or, if that is None, wherever the caller may run. A page is placed on the NUMA node of
             the thread that touches it first.
+        window_bytes: What `window_bytes` shall be; 0: as the budget has it.
     """
 
     def __init__(
@@ -296,11 +297,14 @@ class Arena:
         budget_bytes: int,
         on_slab: Callable[[Slab], None] | None = None,
         cpus: Callable[[], set[int] | None] = lambda: None,
+        *,
+        window_bytes: int = 0,
     ) -> None:
         self.budget_bytes = budget_bytes // PAGE_BYTES * PAGE_BYTES
         self.slabs: dict[int, Slab] = {}
         self.on_slab = on_slab
         self.cpus = cpus
+        self._window_bytes = window_bytes
         self._free: dict[int, list[tuple[int, int]]] = {}
         self._returned: deque[Range] = deque()
         self._lock = threading.Lock()
@@ -318,9 +322,17 @@ class Arena:
     @property
     def window_bytes(self) -> int:
         """The largest range that a planned save takes at once: a sixteenth of the budget, 4 to 32 MiB."""
-        return max(
+        return self._window_bytes or max(
             _WINDOW_STEP_BYTES, min(8, self.budget_bytes // 16 // _WINDOW_STEP_BYTES) * _WINDOW_STEP_BYTES
         )
+
+    @property
+    def spare_bytes(self) -> int:
+        """What a state that is staged before its save is planned leaves to the save: a window.
+
+        Of a budget of a few windows not a whole one, unless somebody asked for such windows.
+        """
+        return self._window_bytes or min(self.window_bytes, self.budget_bytes // 16)
 
     @property
     def reserved_bytes(self) -> int:

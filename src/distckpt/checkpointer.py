@@ -324,7 +324,7 @@ class Checkpointer:
                 the save failed.
             ConfigError: `step` is negative.
         """
-        started = time.perf_counter()
+        started = time.monotonic()
         self._check_open()
         if step < 0:
             raise ConfigError(f"step: expected a number from 0, got {step}")
@@ -352,28 +352,39 @@ class Checkpointer:
             self._tell_others(meeting, error)
             self._report(handle, error)
             raise
-        handle.blocked_s = time.perf_counter() - started
-        observe.emit("state.staged", seconds=handle.blocked_s)
+        ended = time.monotonic()
+        handle.blocked_s = ended - started
+        observe.emit(
+            "state.staged",
+            seconds=handle.blocked_s,
+            rank=self._rank,
+            path=handle.path,
+            start_s=started,
+            end_s=ended,
+        )
         if not self._config.async_save:
             handle.result()
-            handle.blocked_s = time.perf_counter() - started
+            handle.blocked_s = time.monotonic() - started
         return handle
 
     def _begin(self, handle: SaveHandle, state: Mapping[str, Any], meeting: Meeting, started: float) -> None:
         """Stage `state`, and have it written; or write it, if the budget does not hold it."""
-        view = View(state)
-        versions: list[int] = []
-        planned = self._plan(state, view, versions)
+        with observe.span("state.planned", rank=self._rank, path=handle.path):
+            view = View(state)
+            versions: list[int] = []
+            planned = self._plan(state, view, versions)
         if planned.items and not planned.fits:
             self._write_through(handle, planned, view, meeting)
             return
         residence = late = None
         if planned.items:
-            residence = planned.acquire(self._timeout_s)
-            handle.prepared_s = time.perf_counter() - started
+            with observe.span("memory.awaited", rank=self._rank, path=handle.path):
+                residence = planned.acquire(self._timeout_s)
+            handle.prepared_s = time.monotonic() - started
         try:
             if residence is not None:
-                planned.stage(residence, view)
+                with observe.span("items.staged", rank=self._rank, path=handle.path):
+                    planned.stage(residence, view)
                 handle._residence = residence  # noqa: SLF001 - one room
                 planned.foresee_metadata(handle.path)
                 if planned.late:
@@ -547,7 +558,13 @@ class Checkpointer:
                 raise error
 
     def _open(self, path: str | os.PathLike[str]) -> Storage:
-        return open_storage(path, self._storage_options, timeout_s=self._timeout_s)
+        return open_storage(
+            path,
+            self._storage_options,
+            timeout_s=self._timeout_s,
+            direct_io=self._config.ckpt_direct_io,
+            bucket_bytes=self._config.bucket_bytes(),
+        )
 
     @property
     def _timeout_s(self) -> float:
@@ -698,12 +715,13 @@ class Checkpointer:
 
     def _claim(self, storage: Storage, meeting: Meeting) -> Claim:
         """Claim the directory, or wait until the first rank has: before that, no rank writes there."""
-        if not self._is_first:
-            # Nobody asks for it; it tells how far this rank has got.
-            meeting.say("writing")
-            return Claim(meeting.await_claim(), None, ())
-        storage.prepare()
-        claimed = claim(storage, uuid.uuid4().hex)
+        with observe.span("directory.claimed", rank=self._rank, path=storage.url):
+            if not self._is_first:
+                # Nobody asks for it; it tells how far this rank has got.
+                meeting.say("writing")
+                return Claim(meeting.await_claim(), None, ())
+            storage.prepare()
+            claimed = claim(storage, uuid.uuid4().hex)
         if not self._is_alone:
             meeting.say("writing", save_id=claimed.save_id)
         return claimed
@@ -718,11 +736,14 @@ class Checkpointer:
         meeting: Meeting,
     ) -> None:
         save_id = claimed.save_id
-        ref = write_manifest(storage, planned.manifest(save_id, written))
+        with observe.span("manifest.written", save_id=save_id, rank=self._rank):
+            ref = write_manifest(storage, planned.manifest(save_id, written))
         if not self._is_first:
             meeting.say("written")
             try:
-                self._learn(planned, meeting.await_outcome().facts)
+                with observe.span("ranks.awaited", save_id=save_id, rank=self._rank):
+                    outcome = meeting.await_outcome()
+                self._learn(planned, outcome.facts)
             except MissingRanks:
                 # The first rank may have ended, and its store with it, as soon as it had published.
                 if committed_by(storage) != save_id:
@@ -730,13 +751,17 @@ class Checkpointer:
             return
         manifests: list[PartialManifest] = []
         if not self._is_alone:
-            meeting.await_written()
+            with observe.span("ranks.awaited", save_id=save_id, rank=self._rank):
+                meeting.await_written()
             meeting.say("waiting", text="it publishes")
-            ranks = self._coordinator.ranks
-            manifests = read_partials(storage, save_id, ranks, lambda: claimed.check(storage))
-        data = planned.metadata(manifests, written.names, handle.path, save_id, self._found)
+        with observe.span("metadata.made", save_id=save_id, rank=self._rank):
+            if not self._is_alone:
+                ranks = self._coordinator.ranks
+                manifests = read_partials(storage, save_id, ranks, lambda: claimed.check(storage))
+            data = planned.metadata(manifests, written.names, handle.path, save_id, self._found)
         refs = [manifest.ref for manifest in manifests] or [ref]
-        publish(storage, data, claimed, refs, self._details(manifests))
+        with observe.span("checkpoint.published", save_id=save_id, rank=self._rank):
+            publish(storage, data, claimed, refs, self._details(manifests))
         if not self._is_alone:
             facts = self._common_facts(manifests)
             try:

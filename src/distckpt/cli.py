@@ -1,4 +1,4 @@
-"""The command line: verify, ls, inspect and sweep checkpoints.
+"""The command line: verify, ls, inspect and sweep checkpoints, and tune the settings of a target.
 
 Invariants:
     * In a pipe: lines of columns with tabs between them, neither coloured nor cut. A terminal gets tables.
@@ -17,6 +17,8 @@ import json
 import math
 import os
 import re
+import signal
+import statistics
 import sys
 import time
 import uuid
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
     from torch.distributed.checkpoint.metadata import Metadata
+
+    from distckpt.tune import Tuning
 
 __all__ = ["main"]
 
@@ -102,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distckpt",
-        description="Verify, list, inspect and sweep checkpoints.",
+        description="Verify, list, inspect and sweep checkpoints; find the settings that suit a target.",
         epilog=(
             "exit status: 0 all well; 1 damage; 2 wrong usage, or the storage refused; 3 nothing wrong but "
             "extra files; 4 nothing to verify: no complete checkpoint, or another tool's"
@@ -110,9 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        text: str,
+        path: str = "a checkpoint, or a directory of checkpoints",
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of checkpoints")
+        command.add_argument("path", metavar="PATH", help=path)
         command.add_argument(
             "--storage-options",
             type=_json_object,
@@ -135,7 +144,49 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--partial", action="store_true", help="remove directories, too, in which no save was ever completed"
     )
+    command = add(
+        "tune",
+        _tune,
+        "measure workers, bucket sizes and O_DIRECT on a target, and say which flags to use",
+        "where checkpoints will be saved: a directory that exists, or a URL",
+    )
+    command.add_argument(
+        "--gib",
+        type=_positive_number,
+        metavar="N",
+        help="GiB of each save (default: by free memory, free space, and how fast the target is)",
+    )
+    command.add_argument(
+        "--seconds",
+        type=_positive_number,
+        metavar="N",
+        default=60.0,
+        help="about how long it may take (default: 60)",
+    )
+    command.add_argument(
+        "--workers",
+        type=_positive_list,
+        metavar="N,N",
+        help="numbers of workers to try (default: 1,2,4,8, as far as there are cores)",
+    )
     return parser
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def _positive_list(text: str) -> list[int]:
+    try:
+        return [_positive(each) for each in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,2,4: {error}") from None
 
 
 def _positive(text: str) -> int:
@@ -656,6 +707,122 @@ def _draw_node(tree: Tree, node: _Node, *, show_all: bool) -> None:
         if len(shown) < len(inner):
             rest_bytes = sum(each.nbytes for _, each in inner[len(shown) :])
             branch.add(Text(f"and {len(inner) - len(shown)} more, {_size(rest_bytes)} (--all)", "dim"))
+
+
+# tune
+
+
+def _tune(options: argparse.Namespace) -> int:
+    try:
+        from distckpt.tune import sweep
+    except ImportError as error:
+        raise CheckpointError(f"tune needs torch, which cannot be imported: {error}") from error
+
+    is_url = "://" in options.path or "::" in options.path
+    with _ending_in_order(), _status_line(quiet=options.json) as tell:
+        tuning = sweep(
+            options.path if is_url else Path(options.path),
+            nbytes=None if options.gib is None else int(options.gib * _KIB**3),
+            seconds=options.seconds,
+            workers=options.workers,
+            storage_options=options.storage_options,
+            progress=tell,
+        )
+    if options.json:
+        body = {"command": "tune", "exit_status": WELL, **tuning.as_dict(), "path": options.path}
+        print(json.dumps(body))
+    elif console := _console():
+        _draw_tuning(console, tuning)
+    else:
+        _print_tuning(tuning)
+    return WELL
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Have what asks the process to end do what Ctrl-C does, so that what was written is removed."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _status_line(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield what shows a line on a terminal's stderr, in the place of the one before; none is left."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+
+    def show(text: str) -> None:
+        print(f"\r\x1b[K{_shown(text)}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        show("")
+
+
+def _print_tuning(tuning: Tuning) -> None:
+    for trial in tuning.trials:
+        _print_row(
+            "trial", trial.stage, trial.workers, trial.bucket_bytes or "auto", _on_or_off(trial.direct_io),
+            f"{trial.gib_per_s:.3f}", _seconds(trial.seconds), _seconds(trial.write_seconds),
+            len(trial.seconds),
+        )  # fmt: skip
+    for name, samples in tuning.ceilings.items():
+        _print_row("ceiling", name, f"{statistics.median(samples):.3f}", len(samples))
+    for flag, reason in zip(tuning.flags, tuning.reasons, strict=True):
+        _print_row("flag", flag, reason)
+
+
+def _draw_tuning(console: Console, tuning: Tuning) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("compared", box=None, header_style="bold")
+    for heading in ("workers", "bucket", "O_DIRECT", "GiB/s", "seconds", "writing", "saves"):
+        table.add_column(heading, justify="right")
+    for trial in tuning.trials:
+        bucket = "auto" if trial.bucket_bytes is None else _size(trial.bucket_bytes)
+        table.add_row(
+            trial.stage,
+            str(trial.workers),
+            bucket,
+            _on_or_off(trial.direct_io) or "-",
+            f"{trial.gib_per_s:.2f}",
+            _seconds(trial.seconds),
+            _seconds(trial.write_seconds) or "-",
+            str(len(trial.seconds)),
+        )
+    for name, samples in tuning.ceilings.items():
+        rate = statistics.median(samples)
+        table.add_row(
+            Text(f"plain writes: {name}", "dim"), "", "", "", f"{rate:.2f}", "", "", str(len(samples))
+        )
+    console.print(table)
+    console.print(
+        f"{len(tuning.trials)} settings, saves of {_size(tuning.nbytes)}, {tuning.seconds:.0f} s in all"
+    )
+    for flag, reason in zip(tuning.flags, tuning.reasons, strict=True):
+        line = Text(flag, "bold green")
+        line.append(f"  {_shown(reason)}", "default")
+        console.print(line, soft_wrap=True)
+
+
+def _on_or_off(value: bool | None) -> str | None:
+    return None if value is None else "on" if value else "off"
+
+
+def _seconds(samples: Sequence[float]) -> str | None:
+    return f"{statistics.median(samples):.3f}" if samples else None
 
 
 # What reaches the user.

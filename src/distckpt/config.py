@@ -37,6 +37,10 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
+_MIB = 1 << 20
+# From the block of a checksum to an extent of the arena, which each of them divides (arena.py, worker.py).
+_BUCKET_BYTES = tuple(4 * _MIB << doublings for doublings in range(6))
+_BUCKETS = ", ".join(f"{nbytes // _MIB}MiB" for nbytes in _BUCKET_BYTES)
 _ONLINE_CORES = Path("/sys/devices/system/cpu/online")
 # Source: docs/adr/0001 (a worker started by exec, without torch).
 _WORKER_RSS_MIB = 18
@@ -107,6 +111,27 @@ def _parse_memory(name: str, value: object) -> tuple[int, float]:
 
 def _check_memory(name: str, value: object) -> object:
     _parse_memory(name, value)
+    return value
+
+
+def _parse_bucket(name: str, value: object) -> int:
+    """Return the bytes that `value` asks for; 0 leaves them to the engine.
+
+    Raises:
+        ConfigError: It is no size of a bucket.
+    """
+    if value == "auto":
+        return 0
+    nbytes = 0
+    with contextlib.suppress(ConfigError):
+        nbytes, _ = _parse_memory(name, value)
+    if nbytes not in _BUCKET_BYTES:
+        raise ConfigError(f"{name}: expected 'auto' or one of {_BUCKETS}, got {value!r}")
+    return nbytes
+
+
+def _check_bucket(name: str, value: object) -> object:
+    _parse_bucket(name, value)
     return value
 
 
@@ -198,6 +223,23 @@ class CheckpointConfig:
             metavar="SIZE",
         ),
     )
+    ckpt_bucket_bytes: str | int = field(
+        default="auto",
+        metadata=_describe(
+            "bytes that a writer takes from host memory at once: 4MiB, 8MiB and so on to 128MiB; on S3 the "
+            "bytes of a part. auto: a sixteenth of the host memory, at most 32MiB; on S3 16MiB",
+            _check_bucket,
+            metavar="SIZE",
+        ),
+    )
+    ckpt_direct_io: bool = field(
+        default=True,
+        metadata=_describe(
+            "write past the page cache (O_DIRECT) on local file systems that have it; "
+            "without it, through the page cache",
+            _check_bool,
+        ),
+    )
     ckpt_checksum: str = field(
         default="crc32c",
         metadata=_describe(
@@ -267,6 +309,9 @@ class CheckpointConfig:
                 f"ckpt_worker_cores: only worker processes can be pinned, got {self.ckpt_worker_cores!r}: "
                 "dist_ckpt_workers=1 writes in the calling process"
             )
+        budget_bytes, _ = _parse_memory("ckpt_host_memory", self.ckpt_host_memory)
+        if budget_bytes:
+            self.bucket_bytes(budget_bytes)
         if self.async_save and self.dist_ckpt_workers > 1:
             # From here through __post_init__ and __init__ to the caller.
             warn_async_workers(self.dist_ckpt_workers, stacklevel=4)
@@ -342,6 +387,32 @@ class CheckpointConfig:
         """
         nbytes, fraction = _parse_memory("ckpt_host_memory", self.ckpt_host_memory)
         return nbytes or int(available_bytes * fraction) // local_world_size
+
+    def bucket_bytes(self, budget_bytes: int | None = None) -> int:
+        """Resolve `ckpt_bucket_bytes`.
+
+        Args:
+            budget_bytes: What `host_memory_bytes` returned; None: not compared with it.
+
+        Returns:
+            The bytes of a bucket; 0 leaves them to the engine.
+
+        Raises:
+            ConfigError: The budget does not hold so large ones: two for each lane, and two more.
+        """
+        nbytes = _parse_bucket("ckpt_bucket_bytes", self.ckpt_bucket_bytes)
+        if nbytes == 0 or budget_bytes is None:
+            return nbytes
+        # The smallest are never refused: a budget that does not hold those either is the engine's business.
+        most_bytes = max(_BUCKET_BYTES[0], budget_bytes // (2 * self.dist_ckpt_workers + 2))
+        if nbytes > most_bytes:
+            fits = max(each for each in _BUCKET_BYTES if each <= most_bytes)
+            raise ConfigError(
+                f"ckpt_bucket_bytes: a host memory budget of {budget_bytes} bytes (--ckpt-host-memory) with "
+                f"dist_ckpt_workers={self.dist_ckpt_workers} holds buckets of at most {fits // _MIB}MiB, "
+                f"got {self.ckpt_bucket_bytes!r}"
+            )
+        return nbytes
 
     def worker_cores(self) -> tuple[int, ...]:
         """Resolve `ckpt_worker_cores`.

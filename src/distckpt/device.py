@@ -238,6 +238,8 @@ class Transfer:
         self._events: list[torch.cuda.Event] = []
         self.tag = 0
         """Number of launches so far: what the words hold once the last of them has arrived."""
+        self.began_s = 0.0
+        """When the last launch began, by `time.monotonic()`."""
 
     @property
     def is_empty(self) -> bool:
@@ -338,6 +340,7 @@ class Transfer:
             return
         refuse_capture()
         self.tag += 1
+        self.began_s = time.monotonic()
         device = next(iter(self._used))
         streams = self._devices.streams(device)
         with self._devices.launching:
@@ -355,6 +358,7 @@ class Transfer:
             StagingError: The calling thread is capturing a CUDA graph.
         """
         self.tag += 1
+        self.began_s = time.monotonic()
         self._next_step = 0
         self._round = _Round([])
 

@@ -65,6 +65,9 @@ _RESIDENT_GROUP_BYTES = 1 << 30
 _SLOTS_PER_LANE = 4
 _FRAME_BYTES = 2048
 """About what surrounds a tensor in a file, alignment included."""
+_SPARE_PARTS = 4
+"""What may not fit to the ends of slabs."""
+_LARGE_PART_BYTES = 32 << 20
 _PREPARED_BYTES = 128 << 20
 """Less than this is not worth threads that build it."""
 
@@ -82,6 +85,11 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def budget_bytes(config: CheckpointConfig) -> int:
+    """Return the bytes of host memory that `config` gives one rank of this machine, as of now."""
+    return config.host_memory_bytes(available_memory(), local_ranks())
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,8 @@ class Residence:
         self._early = Transfer(stager.devices)
         self._main = Transfer(stager.devices)
         self._keep: Sequence[torch.Tensor | None] = ()
+        self.arrived_s: float | None = None
+        """When everything was first seen to have been copied, by `time.monotonic()`."""
         self._tag = 0
         self._board: Board | None = None
 
@@ -162,6 +172,12 @@ class Residence:
             transfer.is_captured or transfer.is_empty for transfer in (self._early, self._main)
         )
 
+    @property
+    def copying_since_s(self) -> float | None:
+        """When the copies off devices began, by `time.monotonic()`; None if there are none."""
+        used = (transfer for transfer in (self._early, self._main) if not transfer.is_empty)
+        return min((transfer.began_s for transfer in used), default=None)
+
     def stage(self, items: Sequence[Item]) -> None:
         """Copy `items`.
 
@@ -178,7 +194,7 @@ class Residence:
         if self.plan is not None:
             self._stage_again(dict(enumerate(items)), sources, sources)
             return
-        self._keep = sources
+        self._keep, self.arrived_s = sources, None
         try:
             with collector_paused():
                 self._build(items, sources)
@@ -208,6 +224,8 @@ class Residence:
         if self._keep and not self.board.is_ready(len(self.image.parts) - 1, self._tag):
             return False
         self._keep = ()
+        if self.arrived_s is None:
+            self.arrived_s = time.monotonic()
         return True
 
     def order_after(self) -> None:
@@ -247,7 +265,7 @@ class Residence:
         if not (self._early.is_empty and self._main.is_empty):
             # Before anything is touched: what clears up after a failure asks CUDA.
             refuse_capture()
-        self._keep = keep
+        self._keep, self.arrived_s = keep, None
         try:
             self.board.clear()
             self._stager.refill(items, self._host)
@@ -402,10 +420,14 @@ class Engine:
 
         Args:
             config: The settings.
+
+        Raises:
+            ConfigError: The budget does not hold buckets of the size that they name.
         """
         timeout_s = config.distributed_timeout_minutes * 60
         file_format = open_format(config.ckpt_format)
-        arena = Arena(config.host_memory_bytes(available_memory(), local_ranks()))
+        budget = budget_bytes(config)
+        arena = Arena(budget, window_bytes=config.bucket_bytes(budget))
         stager = Stager(arena, file_format, timeout_s)
         # Weakly, for the stager holds the arena: a writer that is dropped frees its memory at once.
         pin = weakref.WeakMethod(stager.devices.pin)
@@ -443,7 +465,7 @@ class Engine:
                 self.lanes.start()
             finally:
                 self._lock.release()
-        need = sum(sizes) + _FRAME_BYTES * len(sizes) + 4 * self.part_bytes
+        need = sum(sizes) + _FRAME_BYTES * len(sizes) + self._spare_bytes(self.part_bytes)
         if before_plan:
             return self.arena.prepare(need + self.arena.remainder_bytes(need, max(sizes, default=0)))
         if need > self.arena.budget_bytes:
@@ -456,7 +478,8 @@ class Engine:
         """Copy a whole state to the arena, before there is a plan; see `Stager.stage`."""
         started = time.monotonic()
         staged, ticket = self.stager.stage(state, use)
-        observe.emit("state.staged", seconds=time.monotonic() - started)
+        ended = time.monotonic()
+        observe.emit("state.staged", seconds=ended - started, start_s=started, end_s=ended)
         return staged, ticket
 
     def lay_out(
@@ -527,9 +550,18 @@ class Engine:
         )
 
     def _need(self, image: Image) -> int:
-        """Return the bytes of a residence of `image`, with what may not fit to the ends of slabs."""
+        """Return the bytes of a residence of `image`, with what its slabs may not hold of it."""
         largest = max((part.nbytes for part in image.parts), default=0)
-        return sum(align(part.nbytes, PAGE_BYTES) for part in image.parts) + 4 * max(largest, self.part_bytes)
+        parts_bytes = sum(align(part.nbytes, PAGE_BYTES) for part in image.parts)
+        return parts_bytes + self._spare_bytes(max(largest, self.part_bytes))
+
+    def _spare_bytes(self, part_bytes: int) -> int:
+        """Return what may be left over at the ends of slabs."""
+        if part_bytes <= _LARGE_PART_BYTES:
+            return _SPARE_PARTS * part_bytes
+        # A slab holds few of them: the last part of each file, the board and the last slab may each keep one
+        # from fitting.
+        return max(_SPARE_PARTS, self.lanes.count + 2) * part_bytes
 
     def write(
         self,
@@ -559,11 +591,12 @@ class Engine:
         if not items:
             return None
         with self._turn(storage, rank, tell):
-            with collector_paused():
+            with observe.span("image.laid_out", save_id=save_id, rank=rank), collector_paused():
                 image = self.lay_out(storage, items)
             waves = _Waves(self, image, items, storage.in_flight)
             try:
-                waves.open()
+                with observe.span("memory.awaited", save_id=save_id, rank=rank):
+                    waves.open()
                 written = self._finish(_Run(self, storage, save_id, rank, image, waves))
             except BaseException:
                 waves.abandon()
@@ -623,6 +656,7 @@ class Engine:
         Raises:
             WriteError: It does not get on, or a lane cannot start.
         """
+        start_s = time.monotonic()
         while not self._lock.acquire(timeout=_WAIT_FOR_LANE_S):
             if self.deadline.passed:
                 raise WriteError(
@@ -635,6 +669,7 @@ class Engine:
         try:
             self.deadline.progress()
             self._start_lanes(rank)
+            observe.emit("lanes.awaited", rank=rank, start_s=start_s, end_s=time.monotonic())
             while self._dropped:
                 self.lanes.drop_plan(self._dropped.popleft())
             with self._watchdog.watching(f"rank {rank}: the save of {storage.url}", tell):
@@ -726,6 +761,8 @@ class _Waves:
         self.is_known_to_lanes = False
         self.is_lost = False
         self.tag = 1
+        self.arrived_s = None
+        """See `Residence.arrived_s`; not known here."""
         self.plan: Plan
         self.board: Board
         self._arena = engine.arena
@@ -773,6 +810,11 @@ class _Waves:
             (board_range.slab, board_range.offset),
         )
         self._transfer.begin()
+
+    @property
+    def copying_since_s(self) -> float | None:
+        """See `Residence.copying_since_s`."""
+        return None if self._transfer.is_empty else self._transfer.began_s
 
     @property
     def is_complete(self) -> bool:
@@ -895,13 +937,15 @@ class _Run:
         self._deadline = engine.deadline
         self._names: tuple[str, ...] = ()
         self._tokens: tuple[str, ...] = ()
+        self._is_traced = observe.has_subscribers()
 
     def run(self) -> Written:
         """Write everything."""
         memory = self._memory
         assert memory.plan is not None
         assert not memory.board.is_stopped, "staged anew after a failure"
-        with self._naming():
+        start_s = time.monotonic()
+        with self._naming(), observe.span("files.created", save_id=self._save_id, rank=self._rank):
             self._names, self._tokens = self._engine.create_files(
                 self._storage, self._save_id, self._rank, self._image
             )
@@ -918,27 +962,81 @@ class _Run:
                         self._names,
                         self._tokens,
                         memory.tag,
+                        self._is_traced,
                     )
                 )
                 self._push_and_wait()
-                for number, file in enumerate(self._image.files):
-                    self._storage.complete_image(
-                        self._names[number],
-                        self._tokens[number],
-                        file.nbytes,
-                        self._lanes.receipts.get(number, []),
-                    )
+                with observe.span("files.completed", save_id=self._save_id, rank=self._rank):
+                    for number, file in enumerate(self._image.files):
+                        self._storage.complete_image(
+                            self._names[number],
+                            self._tokens[number],
+                            file.nbytes,
+                            self._lanes.receipts.get(number, []),
+                        )
         except BaseException:
             self._abandon()
             raise
-        observe.emit("files.written", save_id=self._save_id, names=self._names, nbytes=self._image.nbytes)
+        end_s = time.monotonic()
+        if self._is_traced:
+            self._tell_what_lanes_did()
+        observe.emit(
+            "files.written",
+            save_id=self._save_id,
+            rank=self._rank,
+            names=self._names,
+            nbytes=self._image.nbytes,
+            start_s=start_s,
+            end_s=end_s,
+        )
         return Written(self._image, self._names, self._packed_checksums())
+
+    def _tell_what_lanes_did(self) -> None:
+        """Emit what the lanes noted, and what follows from it about the copies off devices."""
+        save_id, rank, names = self._save_id, self._rank, self._names
+        last_ready_s = 0.0
+        for lane, record in self._lanes.records.items():
+            for index, asked_s, ready_s, start_s, end_s in record.parts:
+                part = self._image.parts[index]
+                observe.emit(
+                    "part.written",
+                    save_id=save_id,
+                    rank=rank,
+                    lane=lane,
+                    file=names[part.file],
+                    offset=part.low,
+                    nbytes=part.nbytes,
+                    asked_s=asked_s,
+                    ready_s=ready_s,
+                    start_s=start_s,
+                    end_s=end_s,
+                )
+                last_ready_s = max(last_ready_s, ready_s)
+            for number, start_s, end_s in record.syncs:
+                observe.emit(
+                    "lane.synced",
+                    save_id=save_id,
+                    rank=rank,
+                    lane=lane,
+                    file=names[number],
+                    start_s=start_s,
+                    end_s=end_s,
+                )
+        since_s, arrived_s = self._memory.copying_since_s, self._memory.arrived_s
+        if since_s is not None:
+            # Neither looks all the time: who has seen it first is nearer to when it was.
+            seen_s = last_ready_s if arrived_s is None else min(last_ready_s, arrived_s)
+            observe.emit("state.copied", save_id=save_id, rank=rank, start_s=since_s, end_s=seen_s)
 
     def _push_and_wait(self) -> None:
         memory = self._memory
         pushed_all = False
+        has_arrived = False
         num_done, pause_s = -1, _SHORTEST_WAIT_FOR_SLOT_S
+        # Who traces wants to know when the last copy arrived, and not only at the next answer of a lane.
+        longest_s = _LONGEST_WAIT_FOR_SLOT_S if self._is_traced else _WAIT_FOR_LANE_S
         while True:
+            start_s = time.monotonic()
             if isinstance(memory, Residence):
                 numbers = [] if pushed_all else list(range(len(self._image.parts)))
                 is_complete = True
@@ -947,12 +1045,21 @@ class _Run:
                 is_complete = memory.is_complete
             if numbers:
                 self._lanes.push(numbers)
-                observe.emit("parts.pushed", save_id=self._save_id, first=numbers[0], count=len(numbers))
+                observe.emit(
+                    "parts.pushed",
+                    save_id=self._save_id,
+                    rank=self._rank,
+                    first=numbers[0],
+                    count=len(numbers),
+                    start_s=start_s,
+                    end_s=time.monotonic(),
+                )
             if is_complete and not pushed_all:
                 pushed_all = True
                 self._lanes.finish()
-            is_over = self._lanes.poll(0.0 if numbers else _WAIT_FOR_LANE_S if pushed_all else pause_s)
-            memory.has_arrived()
+            wait_s = _WAIT_FOR_LANE_S if has_arrived else longest_s
+            is_over = self._lanes.poll(0.0 if numbers else wait_s if pushed_all else pause_s)
+            has_arrived = memory.has_arrived()
             if is_over:
                 return
             done = memory.board.num_done()

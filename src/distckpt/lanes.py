@@ -42,6 +42,7 @@ from distckpt.worker import (
     Job,
     LaneWriter,
     Plan,
+    Record,
     encode,
     job_message,
     plan_message,
@@ -72,6 +73,8 @@ class Lanes(Protocol):
     count: int
     receipts: dict[int, list[Receipt]]
     """Once `poll` has returned True: by index of the file, what the lanes were told of it."""
+    records: dict[int, Record]
+    """The same, by lane, if the job was traced: what it noted."""
 
     @property
     def pids(self) -> list[int]:
@@ -132,6 +135,7 @@ class InlineLane:
 
     def __init__(self, slabs: Mapping[int, Slab]) -> None:
         self.receipts: dict[int, list[Receipt]] = {}
+        self.records: dict[int, Record] = {}
         self._writer = LaneWriter(lambda slab: slabs[slab].mapping)
         self._parts: deque[int] = deque()
         self._save_id: str | None = None
@@ -199,6 +203,8 @@ class InlineLane:
             receipts = self._writer.finish(timeout_s)
             if receipts is not None:
                 self.receipts = receipts
+                record = self._writer.record
+                self.records = {} if record is None else {0: record}
                 self._save_id = None
                 return True
         elif self._save_id is not None and self._writer.is_writing:
@@ -459,6 +465,7 @@ class WorkerLanes:
         self._job: Job | None = None
         self._unfinished: set[int] = set()
         self.receipts: dict[int, list[Receipt]] = {}
+        self.records: dict[int, Record] = {}
         self._is_last = False
         self._last_is_sent = False
         # None before the first start, one after.
@@ -523,6 +530,7 @@ class WorkerLanes:
         self._job, self._is_last, self._last_is_sent = job, False, False
         self._unfinished = set(range(self.count))
         self.receipts = {}
+        self.records = {}
         # No worker has a save: what is in the pipes is of one that was given up.
         self._queues[0].drain()
         for worker in self._workers:
@@ -562,8 +570,11 @@ class WorkerLanes:
                 raise WriteError(**message["body"], lane=worker.lane)
             if message["kind"] == "done":
                 self._unfinished.discard(worker.lane)
-                for file, receipts in message["body"]:
+                body = message["body"]
+                for file, receipts in body["receipts"]:
                     self.receipts.setdefault(file, []).extend(receipts)
+                if body["record"] is not None:
+                    self.records[worker.lane] = Record(*body["record"])
         if self._job is not None and not self._unfinished:
             self._job = None
             return True

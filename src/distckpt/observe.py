@@ -1,4 +1,7 @@
-"""Events that tell what a save is doing, for metrics, progress displays and fault tests.
+"""Events that tell what a save is doing, for metrics, progress displays, traces and fault tests.
+
+An event with the fields `start_s` and `end_s`, both by `time.monotonic()`, is a span: it tells of something
+that has ended, and since when it went on. What fails is no span.
 
 Invariants:
     * `emit` never raises because of a subscriber, and costs one comparison while nobody listens.
@@ -11,14 +14,15 @@ Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["Event", "emit", "subscribe"]
+__all__ = ["Event", "emit", "has_subscribers", "span", "subscribe"]
 
 _logger = logging.getLogger(__name__)
 
@@ -77,6 +81,24 @@ def emit(name: str, /, **fields: object) -> None:
                     name,
                     exc_info=True,
                 )
+
+
+@contextlib.contextmanager
+def span(name: str, /, **fields: object) -> Iterator[None]:
+    """Tell every subscriber how long the block took, unless it fails.
+
+    Args:
+        name: What has happened at its end.
+        **fields: Particulars, beside `start_s` and `end_s`.
+    """
+    start_s = time.monotonic()
+    yield
+    emit(name, start_s=start_s, end_s=time.monotonic(), **fields)
+
+
+def has_subscribers() -> bool:
+    """Say whether anybody would be told of an event."""
+    return bool(_subscriptions)
 
 
 def subscribe(callback: Callable[[Event], object]) -> Callable[[], None]:

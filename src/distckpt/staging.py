@@ -201,6 +201,11 @@ class CopyTicket:
         self.on_loss: Callable[[], object] = lambda: None
         """Called if the wait for the copies is given up: they may still write where they go."""
 
+    @property
+    def began_s(self) -> float:
+        """When the copies were launched, by `time.monotonic()`."""
+        return self._transfer.began_s
+
     def done(self) -> bool:
         """Say whether every copy has ended; if so, the tensors that were copied are let go."""
         if self._word is not None:
@@ -344,8 +349,7 @@ class Stager:
     def __init__(self, arena: Arena, file_format: Format, timeout_s: float) -> None:
         self._arena = arena
         # A save that was staged still needs memory for what is no tensor, or it would wait for its own end.
-        # One window of a planned save; of a budget of a few windows, not a whole one.
-        self._spare_bytes = min(arena.window_bytes, arena.budget_bytes // 16)
+        self._spare_bytes = arena.spare_bytes
         self._frame = file_format.frame
         self._timeout_s = timeout_s
         self.devices = Devices()

@@ -136,6 +136,7 @@ class Job:
         names: Name of each file of the plan; the engine has created them, exclusively.
         tokens: What the storage told of each when it was created.
         tag: What the ready word of a part holds once the part has arrived; not 0, and of this save alone.
+        is_traced: Whether lanes note what they do when (`Record`).
     """
 
     save_id: str
@@ -144,6 +145,20 @@ class Job:
     names: tuple[str, ...]
     tokens: tuple[str, ...]
     tag: int
+    is_traced: bool = False
+
+
+class Record(NamedTuple):
+    """What a lane has noted of a save; all times are by `time.monotonic()`, one clock for all processes.
+
+    Attributes:
+        parts: For each part that it wrote: index, when the lane first asked for it, when it was seen to be
+            ready, when the lane began to write it, and when the storage had accepted it.
+        syncs: For each time that a file was made durable: index of the file, begin, end.
+    """
+
+    parts: list[tuple[int, float, float, float, float]]
+    syncs: list[tuple[int, float, float]]
 
 
 class Board:
@@ -269,6 +284,8 @@ class LaneWriter:
     ) -> None:
         self._memory = memory
         self._open_storage = open_storage
+        self.record: Record | None = None
+        """Of the save that `finish` has ended last, if it was traced."""
         self._plans: dict[int, Plan] = {}
         self._current: _Current | None = None
 
@@ -315,7 +332,10 @@ class LaneWriter:
     def is_ready(self, part_index: int) -> bool:
         """Say whether the bytes of a part have arrived."""
         current = self._get()
-        return current.board.is_ready(part_index, current.job.tag)
+        is_ready = current.board.is_ready(part_index, current.job.tag)
+        if current.record is not None:
+            current.note_asked(part_index, is_ready)
+        return is_ready
 
     def has_room(self, timeout_s: float = 0.0) -> bool:
         """Say whether another part may be handed in, after a wait for that if need be.
@@ -382,6 +402,7 @@ class LaneWriter:
         if not current.finishing.done():
             return None
         receipts: dict[int, list[Receipt]] = current.finishing.result()
+        self.record = current.record
         self.abort(_END_S)
         return receipts
 
@@ -414,6 +435,10 @@ class _Current:
         self.threads = Threads(storage.in_flight, "distckpt-lane")
         self.writing: list[Future[None]] = []
         self.finishing: Future[dict[int, list[Receipt]]] | None = None
+        self.record = Record([], []) if job.is_traced else None
+        # By index of the part: when it was first asked for, and when it was first seen to be ready.
+        self._asked: dict[int, float] = {}
+        self._ready: dict[int, float] = {}
         self._plan = plan
         self._memory = memory
         self._takes_parts = storage.part_bytes(max(plan.files, default=0)) > 0
@@ -424,8 +449,16 @@ class _Current:
         self._users: dict[int, int] = {}
         self._receipts: dict[int, list[Receipt]] = {}
 
+    def note_asked(self, part_index: int, is_ready: bool) -> None:
+        """Note for the record that a part was asked for."""
+        now = time.monotonic()
+        self._asked.setdefault(part_index, now)
+        if is_ready:
+            self._ready.setdefault(part_index, now)
+
     def write(self, part_index: int) -> None:
         """Write a part."""
+        start_s = time.monotonic()
         part = self._plan.parts[part_index]
         image = self._take_image(part.file)
         try:
@@ -433,6 +466,9 @@ class _Current:
         finally:
             with self._lock:
                 self._users[part.file] -= 1
+        if self.record is not None:
+            asked_s, ready_s = (times.get(part_index, start_s) for times in (self._asked, self._ready))
+            self.record.parts.append((part_index, asked_s, ready_s, start_s, time.monotonic()))
         self.board.set_checksums(part_index, packed)
         self.board.set_done(part_index)
 
@@ -471,7 +507,10 @@ class _Current:
             return image
 
     def _finish_image(self, file: int) -> None:
+        start_s = time.monotonic()
         receipts = self._images[file].finish()
+        if self.record is not None:
+            self.record.syncs.append((file, start_s, time.monotonic()))
         self._receipts.setdefault(file, []).extend(receipts)
         del self._images[file]
 
@@ -802,7 +841,8 @@ class _Server:
                 receipts = self._writer.finish(_LONGEST_WAIT_S)
                 if receipts is None:
                     return 0.0
-                self._channel.send(encode("done", list(receipts.items()), self._save_id))
+                body = {"receipts": list(receipts.items()), "record": self._writer.record}
+                self._channel.send(encode("done", body, self._save_id))
                 self._end()
             elif self._writer.is_writing:
                 self._writer.wait(_SHORT_WAIT_S)

@@ -39,7 +39,7 @@ from distckpt import observe
 from distckpt.commit import Claim, claim, publish, refuse_part
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
-from distckpt.engine import Engine, collector_paused
+from distckpt.engine import Engine, budget_bytes, collector_paused
 from distckpt.errors import (
     CheckpointError,
     CommitError,
@@ -93,6 +93,8 @@ class _Save:
     participant: Participant = field(default_factory=Participant)
     is_set_up: bool = False
     started: float = 0.0
+    written: float | None = None
+    """When this rank had written its own."""
     claimed: Claim | None = None
     num_ranks: int = 1
     """How many take part; only the coordinator knows."""
@@ -143,7 +145,10 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         self._path = path
         self._storage_options = dict(storage_options or {})
         if path is not None:
-            open_storage(path, self._storage_options)
+            self._open_storage(path)
+        if self._config.bucket_bytes():
+            # Said now, and not by the first save.
+            self._config.bucket_bytes(budget_bytes(self._config))
         logging.getLogger("distckpt").setLevel(self._config.log_level.upper())
         self._open()
 
@@ -232,7 +237,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
                 )
             if self._closed:
                 raise CheckpointError("the StorageWriter is closed", rank=save.participant.rank)
-            save.storage = open_storage(save.path, self._storage_options, timeout_s=self._timeout_s)
+            save.storage = self._open_storage(save.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Claim the directory, if this rank coordinates; the plan is not changed.
@@ -249,9 +254,12 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             if not save.participant.use_collectives:
                 refuse_part(storage)
             if save.participant.publishes:
-                storage.prepare()
-                rank = None if save.participant.use_collectives else save.participant.rank
-                save.claimed = claim(storage, save.save_id, rank)
+                rank = save.participant.rank
+                with observe.span("directory.claimed", save_id=save.save_id, rank=rank, path=storage.url):
+                    storage.prepare()
+                    save.claimed = claim(
+                        storage, save.save_id, None if save.participant.use_collectives else rank
+                    )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -279,6 +287,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         try:
             with self._reporting(save):
                 future.set_result(self._write(save, plan, planner))
+                save.written = time.monotonic()
         finally:
             # torch's save process unpickles a writer for each save, and keeps it until the next one.
             if self._was_unpickled:
@@ -299,6 +308,15 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         """
         save = self._require()
         with self._reporting(save):
+            # None if nothing was written here, which _publish refuses.
+            if save.written is not None:
+                observe.emit(
+                    "ranks.awaited",
+                    save_id=save.save_id,
+                    rank=save.participant.rank,
+                    start_s=save.written,
+                    end_s=time.monotonic(),
+                )
             self._publish(save, metadata, results)
         self._end_staged_save()
 
@@ -396,6 +414,15 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         with self._staged_lock:
             return list(self._staged)
 
+    def _open_storage(self, path: _Path) -> Storage:
+        return open_storage(
+            path,
+            self._storage_options,
+            timeout_s=self._timeout_s,
+            direct_io=self._config.ckpt_direct_io,
+            bucket_bytes=self._config.bucket_bytes(),
+        )
+
     @property
     def _timeout_s(self) -> float:
         return self._config.distributed_timeout_minutes * 60
@@ -438,7 +465,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         rank = save.participant.rank
         engine = self._get_engine()
         storage = self._storage(save)
-        with collector_paused():
+        with observe.span("items.resolved", save_id=save.save_id, rank=rank), collector_paused():
             items, dtypes = resolve_items(engine, planner, plan.items, rank)
         if dtypes:
             _LOG.warning(
@@ -460,12 +487,22 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
                     plan.items, table.item_files, table.offsets, table.sizes, strict=True
                 )
             ]
-        ref = write_manifest(storage, manifest)
+        with observe.span("manifest.written", save_id=save.save_id, rank=rank):
+            ref = write_manifest(storage, manifest)
         first = results[0]
         results[0] = ManifestedResult(first.index, first.size_in_bytes, first.storage_data, ref, dtypes)
-        seconds = time.monotonic() - save.started
+        end_s = time.monotonic()
+        seconds = end_s - save.started
         nbytes = sum(manifest.files.values())
-        observe.emit("rank.written", save_id=save.save_id, rank=rank, nbytes=nbytes, seconds=seconds)
+        observe.emit(
+            "rank.written",
+            save_id=save.save_id,
+            rank=rank,
+            nbytes=nbytes,
+            seconds=seconds,
+            start_s=save.started,
+            end_s=end_s,
+        )
         _LOG.info(
             "rank %d wrote %.3f GiB in %d items and %d files to %s in %.2f s",
             rank, nbytes / _GIB, len(results), len(manifest.files), storage.url, seconds,
@@ -490,22 +527,19 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             if isinstance(r, ManifestedResult)
             for fqn, dtype in r.dtypes.items()
         }
-        with collector_paused():
+        rank = participant.rank
+        with observe.span("metadata.made", save_id=save.save_id, rank=rank), collector_paused():
             metadata.storage_data = merge_results(metadata, results, whole=participant.use_collectives)
             pickled = pickle_metadata(metadata, dtypes)
         assert save.claimed is not None, "prepare_local_plan has claimed the directory"
-        publish(
-            self._storage(save),
-            pickled,
-            save.claimed,
-            manifests,
-            {
-                "world": len(results),
-                "format": self._config.ckpt_format,
-                "seconds": round(time.monotonic() - save.started, 3),
-                "time": time.time(),
-            },
-        )
+        details = {
+            "world": len(results),
+            "format": self._config.ckpt_format,
+            "seconds": round(time.monotonic() - save.started, 3),
+            "time": time.time(),
+        }
+        with observe.span("checkpoint.published", save_id=save.save_id, rank=rank):
+            publish(self._storage(save), pickled, save.claimed, manifests, details)
         observe.emit("committed", save_id=save.save_id, path=str(save.path))
         _LOG.info("committed %s (%d ranks)", save.path, len(results))
 
@@ -555,6 +589,7 @@ def _complete(future: _StagedState, staged: dict[str, Any], ticket: CopyTicket, 
     future.use.completer = threading.current_thread()
     try:
         ticket.wait(timeout_s)
+        observe.emit("state.copied", start_s=ticket.began_s, end_s=time.monotonic())
     except Exception as error:  # noqa: BLE001 - the top frame of a thread: whoever waits must learn of it
         _LOG.error("the state could not be staged: %s", error)
         failure = (

@@ -379,13 +379,16 @@ def test_clients_are_shared_by_all_checkpoints_of_a_process(monkeypatch: pytest.
     assert reopen_storage(one.spec)._client is not one._client  # type: ignore[attr-defined]
 
 
-@given(st.integers(0, 50 * 10**12))
-def test_parts_suffice_for_a_file_of_any_size(nbytes: int) -> None:
-    size = S3Storage.part_bytes(None, nbytes)  # type: ignore[arg-type]
-    assert size >= PART
+@given(st.integers(0, 50 * 10**12), st.sampled_from([0, 8 * MIB, 128 * MIB]))
+def test_parts_suffice_for_a_file_of_any_size(nbytes: int, bucket_bytes: int) -> None:
+    storage = open_storage("s3://bucket/a", {"key": "b", "secret": "c"}, bucket_bytes=bucket_bytes)
+    least = bucket_bytes or PART
+    size = storage.part_bytes(nbytes)
+    assert reopen_storage(storage.spec).part_bytes(nbytes) == size
+    assert size >= least
     assert size % (4 * MIB) == 0
     assert -(-nbytes // size) <= 10_000
-    assert size == PART or -(-nbytes // (size - 4 * MIB)) > 10_000
+    assert size == least or -(-nbytes // (size - 4 * MIB)) > 10_000
 
 
 # --- Images

@@ -56,7 +56,7 @@ def test_themes(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     arguments = ["--smoke", "--disk", str(tmp_path)]
     [(one_status, one, _), (status, printed, errors)] = run(
-        "run", [*arguments, "--only", "small"], [*arguments, "--out", str(out)], folder=tmp_path
+        "themes", [*arguments, "--only", "small"], [*arguments, "--out", str(out)], folder=tmp_path
     )
     assert (one_status, status) == (0, 0), errors
     # Of one theme nothing was recorded.
@@ -142,7 +142,7 @@ def test_host_memory_counts_shared_memory_once() -> None:
 def test_readme_says_how_to_repeat_each_figure() -> None:
     text = (BENCHMARKS / "README.md").read_text()
     for theme in THEMES:
-        assert f"benchmarks/run.py --only {theme}" in text
+        assert f"benchmarks/themes.py --only {theme}" in text
     assert "benchmarks/gpu_check.py" in text
     for name in PARTS:
         assert name in text

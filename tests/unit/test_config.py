@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distckpt import config as config_module
+from distckpt.arena import EXTENT_BYTES
 from distckpt.config import CheckpointConfig, add_arguments, warn_async_workers
 from distckpt.errors import ConfigError, DistckptWarning
+from distckpt.worker import CHECKSUM_BLOCK_BYTES
 
 DEFAULTS: dict[str, object] = {
     "dist_ckpt_workers": 1,
@@ -27,6 +29,8 @@ DEFAULTS: dict[str, object] = {
     "distributed_timeout_minutes": 10.0,
     "ckpt_format": "torch_dist",
     "ckpt_host_memory": "auto",
+    "ckpt_bucket_bytes": "auto",
+    "ckpt_direct_io": True,
     "ckpt_checksum": "crc32c",
     "ckpt_weights_only": True,
     "ckpt_fully_parallel_save": True,
@@ -41,6 +45,8 @@ FLAGS = {
     "--distributed-timeout-minutes",
     "--ckpt-format",
     "--ckpt-host-memory",
+    "--ckpt-bucket-bytes",
+    "--ckpt-direct-io",
     "--ckpt-checksum",
     "--ckpt-weights-only",
     "--ckpt-fully-parallel-save",
@@ -49,6 +55,7 @@ FLAGS = {
     "--log-level",
 }
 NEGATIVE_FLAGS = {
+    "--no-ckpt-direct-io",
     "--no-ckpt-weights-only",
     "--no-ckpt-fully-parallel-save",
     "--no-ckpt-fully-parallel-load",
@@ -116,6 +123,29 @@ def test_every_field_describes_itself() -> None:
                 *("1e9", "half", "%", "nan%", "9" * 5000, "9" * 400 + ".5GiB", "0.1"),
             )
         ),
+        *(
+            ("ckpt_bucket_bytes", value)
+            for value in (
+                *(
+                    0,
+                    -1,
+                    True,
+                    1.5,
+                    None,
+                    "",
+                    "32",
+                    "32MB",
+                    "2MiB",
+                    "12MiB",
+                    "256MiB",
+                    "1GiB",
+                    "50%",
+                    "large",
+                ),
+                *((4 << 20) + 1, [4 << 20]),
+            )
+        ),
+        *(("ckpt_direct_io", value) for value in (1, "yes", None)),
         *(("ckpt_checksum", value) for value in ("md5", None, False)),
         *(("ckpt_fully_parallel_save", value) for value in (1, "yes", None)),
         *(("ckpt_fully_parallel_load", value) for value in (0, "no", None)),
@@ -276,6 +306,67 @@ def test_host_memory_takes_anything_or_refuses_it(value: Any) -> None:
     assert config.host_memory_bytes(2**40, 1) > 0
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("auto", 0),
+        (4 << 20, 4 << 20),
+        (str(8 << 20), 8 << 20),
+        ("16M", 16 << 20),
+        ("32MiB", 32 << 20),
+        ("64 mib", 64 << 20),
+        ("128MiB", 128 << 20),
+    ],
+)
+def test_bucket_bytes(value: str | int, expected: int) -> None:
+    config = make(ckpt_bucket_bytes=value)
+    assert config.bucket_bytes() == config.bucket_bytes(2**30) == expected
+
+
+def test_buckets_are_whole_blocks_and_fill_an_extent() -> None:
+    sizes = config_module._BUCKET_BYTES
+    assert (sizes[0], sizes[-1]) == (CHECKSUM_BLOCK_BYTES, EXTENT_BYTES)
+    assert all(EXTENT_BYTES % each == each % CHECKSUM_BLOCK_BYTES == 0 for each in sizes)
+
+
+@pytest.mark.parametrize(
+    ("budget", "workers", "value", "fits"),
+    [
+        ("512MiB", 1, "128MiB", "128MiB"),
+        ("512MiB", 2, "128MiB", "64MiB"),
+        ("1MiB", 8, "8MiB", "4MiB"),
+        ("1MiB", 8, "4MiB", "4MiB"),
+    ],
+)
+def test_buckets_that_the_budget_does_not_hold_are_refused_with_what_it_holds(
+    budget: str, workers: int, value: str, fits: str
+) -> None:
+    settings = {"dist_ckpt_workers": workers, "ckpt_bucket_bytes": value}
+    relative = make(**settings)
+    if value == fits:
+        assert make(**settings, ckpt_host_memory=budget).ckpt_bucket_bytes == value
+        return
+    reason = rf"ckpt_bucket_bytes: .* dist_ckpt_workers={workers} .*at most {fits}, got '{value}'"
+    with pytest.raises(ConfigError, match=reason):
+        make(**settings, ckpt_host_memory=budget)
+    # What a percentage comes to is known later.
+    with pytest.raises(ConfigError, match=reason):
+        relative.bucket_bytes(make(ckpt_host_memory=budget).host_memory_bytes(0, 1))
+
+
+@given(st.integers(1, 64), st.integers(1, 2**40), st.sampled_from(config_module._BUCKET_BYTES))
+def test_two_buckets_for_each_lane_and_two_more_fit_or_are_refused(
+    workers: int, budget: int, nbytes: int
+) -> None:
+    config = make(dist_ckpt_workers=workers, ckpt_bucket_bytes=nbytes)
+    try:
+        assert config.bucket_bytes(budget) == nbytes
+    except ConfigError:
+        assert nbytes * (2 * workers + 2) > budget
+    else:
+        assert nbytes * (2 * workers + 2) <= budget or nbytes == CHECKSUM_BLOCK_BYTES
+
+
 def test_flag_set_is_frozen() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
@@ -288,13 +379,16 @@ def test_flag_set_is_frozen() -> None:
 def test_flags_reach_the_config() -> None:
     arguments = (
         "--dist-ckpt-workers 1 --async-save --distributed-timeout-minutes 2.5 --ckpt-format torch_dist "
-        "--ckpt-host-memory 50% --ckpt-checksum none --no-ckpt-weights-only --no-ckpt-fully-parallel-save "
+        "--ckpt-host-memory 50% --ckpt-bucket-bytes 8MiB --no-ckpt-direct-io "
+        "--ckpt-checksum none --no-ckpt-weights-only --no-ckpt-fully-parallel-save "
         "--no-ckpt-fully-parallel-load --ckpt-on-failure raise --log-level debug"
     )
     assert CheckpointConfig.from_args(parse(*arguments.split())) == CheckpointConfig(
         async_save=True,
         distributed_timeout_minutes=2.5,
         ckpt_host_memory="50%",
+        ckpt_bucket_bytes="8MiB",
+        ckpt_direct_io=False,
         ckpt_checksum="none",
         ckpt_weights_only=False,
         ckpt_fully_parallel_save=False,
@@ -311,6 +405,7 @@ def test_flags_reach_the_config() -> None:
     [
         (["--dist-ckpt-workers", "0"], "an integer of at least 1"),
         (["--dist-ckpt-workers", "two"], "an integer of at least 1"),
+        (["--ckpt-bucket-bytes", "1MiB"], "'auto' or one of 4MiB, 8MiB, 16MiB, 32MiB, 64MiB, 128MiB"),
         (["--ckpt-worker-cores", "all"], "a list of cores"),
         (["--ckpt-worker-cores", "99999"], "no core 99999 online"),
         (["--ckpt-format", "zarr"], "'zarr' is not available in this version of distckpt"),

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from distckpt import engine as engine_module
 from distckpt.config import CheckpointConfig
-from distckpt.engine import Engine, Written
-from distckpt.errors import StagingError, WorkerDied, WriteError
+from distckpt.engine import Engine, Residence, Written
+from distckpt.errors import ConfigError, StagingError, WorkerDied, WriteError
 from distckpt.formats import Frame
 from distckpt.lanes import WorkerLanes
 from distckpt.observe import Event, subscribe
@@ -595,10 +596,41 @@ def test_events_tell_what_was_pushed_and_written(engine: Engine, storage: Storag
     finally:
         end()
     assert written is not None
-    assert {event.name for event in events} == {"parts.pushed", "files.written"}
+    assert {"parts.pushed", "part.written", "files.written"} <= {event.name for event in events}
     last = events[-1]
-    assert dict(last.fields) == {"save_id": "0a", "names": written.names, "nbytes": written.image.nbytes}
-    assert sum(int(str(event.fields["count"])) for event in events[:-1]) == len(written.image.parts)
+    told = {"save_id": "0a", "rank": 0, "names": written.names, "nbytes": written.image.nbytes}
+    assert last.name == "files.written"
+    assert told.items() <= dict(last.fields).items()
+    pushed = [event for event in events if event.name == "parts.pushed"]
+    assert sum(int(str(event.fields["count"])) for event in pushed) == len(written.image.parts)
+
+
+def test_events_tell_how_long_copies_took(
+    engine: Engine, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [literal(bytes(5 * MIB))]
+    residence = engine.reside(storage, items)
+    assert residence is not None
+    events: list[Event] = []
+    end = subscribe(events.append)
+    try:
+        for save_id, since_s in (("0a", None), ("0b", time.monotonic())):
+            monkeypatch.setattr(Residence, "copying_since_s", since_s)
+            residence.stage(items)
+            assert residence.arrived_s is None
+            engine.write_staged(storage, save_id, 0, residence)
+    finally:
+        end()
+    [copied] = [event for event in events if event.name == "state.copied"]
+    seen_s: list[Any] = [
+        event.fields["ready_s"]
+        for event in events
+        if event.name == "part.written" and event.fields["save_id"] == "0b"
+    ]
+    assert copied.fields["save_id"] == "0b", "nothing was copied off a device before"
+    assert copied.fields["start_s"] == since_s
+    assert copied.fields["end_s"] == min(max(seen_s), residence.arrived_s)
+    engine.drop(residence)
 
 
 @pytest.mark.parametrize(
@@ -609,3 +641,30 @@ def test_parts_suit_the_budget(budget: str, workers: int, part_bytes: int) -> No
     engine = opened(budget, workers)
     assert engine.part_bytes == part_bytes
     engine.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_parts_are_as_large_as_was_asked_for(workers: int, storage: Storage) -> None:
+    engine = opened("400MiB", workers, ckpt_bucket_bytes="64MiB")
+    try:
+        assert engine.part_bytes == engine.arena.window_bytes == engine.arena.spare_bytes == 64 * MIB
+        assert (
+            max(part.nbytes for part in engine.lay_out(storage, [literal(bytes(70 * MIB))]).parts) == 64 * MIB
+        )
+        image = engine.lay_out(
+            open_storage("s3://bucket/x", {"key": "a", "secret": "b"}), [literal(bytes(40 * MIB))]
+        )
+        assert max(part.nbytes for part in image.parts) == 16 * MIB
+    finally:
+        engine.close()
+
+
+def test_buckets_that_a_relative_budget_does_not_hold_are_refused_when_the_engine_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "available_memory", lambda: 512 * MIB)
+    monkeypatch.setattr(engine_module, "local_ranks", lambda: 2)
+    # 25 % of it and half of that: two buckets for the lane and two more.
+    assert opened("25%", ckpt_bucket_bytes="16MiB").part_bytes == 16 * MIB
+    with pytest.raises(ConfigError, match=r"budget of 67108864 bytes .* at most 16MiB, got '32MiB'"):
+        opened("25%", ckpt_bucket_bytes="32MiB")

@@ -70,7 +70,7 @@ class Bench:
     def part(self, file: int, offset: int, start: int, nbytes: int) -> Part:
         return Part(file, offset, ((self.source.slab, start, nbytes),), (0, nbytes))
 
-    def begin(self, save_id: str, plan: Plan) -> Board:
+    def begin(self, save_id: str, plan: Plan, *, is_traced: bool = False) -> Board:
         """Begin a save to files that are named by its id and their numbers; nothing is ready."""
         self.tag += 1
         names = tuple(f"{save_id}-{number}" for number in range(len(plan.files)))
@@ -78,7 +78,8 @@ class Bench:
             self.storage.create_image(name, 0)
         board = self.boards[plan.plan_id]
         board.clear()
-        self.lanes.begin(Job(save_id, plan.plan_id, self.storage.spec, names, ("",) * len(names), self.tag))
+        tokens = ("",) * len(names)
+        self.lanes.begin(Job(save_id, plan.plan_id, self.storage.spec, names, tokens, self.tag, is_traced))
         return board
 
     def until_done(self, timeout_s: float = 10.0) -> None:
@@ -86,10 +87,10 @@ class Bench:
         while not self.lanes.poll(0.1):
             assert time.monotonic() < deadline
 
-    def save(self, save_id: str, plan: Plan) -> Board:
+    def save(self, save_id: str, plan: Plan, *, is_traced: bool = False) -> Board:
         """Write all of a plan, which is ready from the start."""
         self.lanes.start()
-        board = self.begin(save_id, plan)
+        board = self.begin(save_id, plan, is_traced=is_traced)
         board.set_all_ready(self.tag)
         self.lanes.push(range(len(plan.parts)))
         self.lanes.finish()
@@ -196,6 +197,27 @@ def test_saves_follow_each_other_with_plans_old_and_new(bench: Bench) -> None:
     bench.lanes.drop_plan(plans[0].plan_id)
     bench.save("0x", plans[1])
     bench.save("0y", bench.plan(bench.part(0, 0, 0, 9)))
+
+
+def test_lanes_tell_what_they_did_in_a_traced_save_alone(bench: Bench) -> None:
+    plan = bench.plan(*(bench.part(number % 2, 1000 * number, 0, 1000) for number in range(8)))
+    bench.save("0a", plan)
+    assert bench.lanes.records == {}
+    began = time.monotonic()
+    bench.save("0b", plan, is_traced=True)
+    records = bench.lanes.records
+    assert set(records) == set(range(bench.lanes.count))
+    times = sorted(times for record in records.values() for times in record.parts)
+    assert [index for index, *_ in times] == list(range(8)), "each part once"
+    for _, *four in times:
+        assert began <= four[0]
+        assert four == sorted(four)
+        assert four[-1] <= time.monotonic(), "one clock for all processes"
+    for record in records.values():
+        written = {plan.parts[index].file for index, *_ in record.parts}
+        assert sorted(file for file, *_ in record.syncs) == sorted(written)
+    bench.save("0c", plan)
+    assert bench.lanes.records == {}
 
 
 def test_nothing_is_written_before_it_is_ready(bench: Bench) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from distckpt import observe
-from distckpt.observe import Event, emit, subscribe
+from distckpt.observe import Event, emit, has_subscribers, span, subscribe
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,26 @@ def test_without_subscribers_no_event_is_built(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(observe, "Event", fail)
     emit("staged", nbytes=3)
+
+
+def test_a_span_tells_since_when_unless_it_fails() -> None:
+    seen: list[Event] = []
+    assert not has_subscribers()
+    end = subscribe(seen.append)
+    assert has_subscribers()
+    before = time.monotonic()
+    with span("planned", rank=1):
+        inside = time.monotonic()
+    with pytest.raises(KeyError), span("failed"):
+        raise KeyError
+    end()
+    [event] = seen
+    assert event.name == "planned"
+    start_s, end_s = event.fields["start_s"], event.fields["end_s"]
+    assert isinstance(start_s, float)
+    assert isinstance(end_s, float)
+    assert before <= start_s <= inside <= end_s <= event.time_s
+    assert event.fields["rank"] == 1
 
 
 def test_failing_subscriber_is_logged_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:

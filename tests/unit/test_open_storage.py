@@ -307,6 +307,11 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         "CALLS = []\n"
         "class Own(PosixStorage):\n"
         "    pass\n"
+        "class OwnParts(PosixStorage):\n"
+        "    def part_bytes(self, file_bytes):\n"
+        "        return 8 << 20\n"
+        "def parts(url, options):\n"
+        "    return OwnParts(options['root'])\n"
         "def factory(url, options):\n"
         "    CALLS.append((url, options))\n"
         "    return Own(options['root'])\n"
@@ -364,3 +369,45 @@ def test_what_is_no_storage_is_refused(own_module: str, tmp_path: Path) -> None:
     register_storage("mine", f"{own_module}:factory")
     with pytest.raises(ConfigError, match="cannot be handed to worker processes"):
         open_storage("mine://x", {"root": str(tmp_path), "some": object()})
+
+
+# Settings.
+
+
+@pytest.mark.parametrize("timeout_s", [None, 10.0])
+def test_settings_go_with_the_spec(tmp_path: Path, timeout_s: float | None) -> None:
+    plain = open_storage(tmp_path, timeout_s=timeout_s)
+    assert plain.spec == {"kind": "posix", "root": str(tmp_path)}
+    # What takes any number of bytes needs not be told of buckets.
+    assert open_storage(tmp_path, bucket_bytes=8 << 20, timeout_s=timeout_s).spec == plain.spec
+    cached = open_storage(tmp_path, direct_io=False, timeout_s=timeout_s)
+    assert cached.spec == {**plain.spec, "direct_io": "off"}
+    for storage, takes_direct_io in ((plain, True), (cached, False)):
+        again = reopen_storage(json.loads(json.dumps(storage.spec)))
+        for name, each in (("a", storage), ("b", again)):
+            each.create_image(name, 0)
+            image = each.open_image(name, "")
+            has_direct_fd = image._direct_fd >= 0  # type: ignore[attr-defined]
+            image.close()
+            each.delete(name)
+            assert has_direct_fd <= takes_direct_io
+    s3 = open_storage("s3://bucket/x", S3_OPTIONS, bucket_bytes=64 << 20, timeout_s=timeout_s)
+    assert s3.part_bytes(1) == reopen_storage(s3.spec).part_bytes(1) == 64 << 20
+    assert "part_bytes" not in open_storage("s3://bucket/x", S3_OPTIONS).spec
+
+
+def test_settings_that_a_storage_cannot_honour_are_refused(own_module: str, tmp_path: Path) -> None:
+    register_storage("mine", f"{own_module}:factory")
+    register_storage("parts", f"{own_module}:parts")
+    options = {"root": str(tmp_path)}
+    for url, given in (("s3://bucket/x", S3_OPTIONS), ("memory://x", {}), ("mine://x", options)):
+        with pytest.raises(ConfigError, match=r"ckpt_direct_io: .*is not written through the page cache"):
+            open_storage(url, given, direct_io=False)
+    with pytest.raises(ConfigError, match=r"ckpt_bucket_bytes: .* chooses the size of its parts itself"):
+        open_storage("parts://x", options, bucket_bytes=8 << 20)
+    with pytest.raises(
+        ConfigError, match="at least 5 MiB on S3, got 4MiB for s3://bucket/x: 8MiB is the least"
+    ):
+        open_storage("s3://bucket/x", S3_OPTIONS, bucket_bytes=4 << 20)
+    for url, given in (("memory://x", {}), ("mine://x", options)):
+        assert open_storage(url, given, bucket_bytes=8 << 20).part_bytes(0) == 0

@@ -329,7 +329,7 @@ class Lane:
         self.plan_id = 0
         self.board: Board | None = None
 
-    def begin(self, *parts: Part, save_id: str = "0a", create: bool = True) -> Board:
+    def begin(self, *parts: Part, save_id: str = "0a", create: bool = True, is_traced: bool = False) -> Board:
         """Begin a save of `parts`, whose files are named by their numbers."""
         num_files = 1 + max((part.file for part in parts), default=0)
         self.plan_id += 1
@@ -343,7 +343,8 @@ class Lane:
         board.clear()
         board.set_all_ready(7)
         self.writer.add_plan(plan)
-        self.writer.begin(Job(save_id, self.plan_id, self.storage.spec, names, ("",) * len(names), 7))
+        tokens = ("",) * num_files
+        self.writer.begin(Job(save_id, self.plan_id, self.storage.spec, names, tokens, 7, is_traced))
         return board
 
     def write(self, part_index: int) -> None:
@@ -432,6 +433,41 @@ def test_a_part_is_ready_once_its_word_holds_the_tag_of_the_save(lane: Lane) -> 
     assert not lane.writer.is_stopped
     board.stop()
     assert lane.writer.is_stopped
+
+
+def test_a_lane_notes_what_it_did_when_if_it_is_told_to(lane: Lane) -> None:
+    parts = [Part(0, 0, ((0, 0, 100),)), Part(0, 100, ((0, 100, 50),)), Part(1, 0, ((0, 0, 10),))]
+    began = time.monotonic()
+    board = lane.begin(*parts, is_traced=True)
+    board.set_ready(1, 0)
+    assert not lane.writer.is_ready(1)
+    asked = time.monotonic()
+    board.set_ready(1, 7)
+    for _ in range(2):
+        # As a lane does that has no room yet.
+        assert lane.writer.is_ready(1)
+    was_ready = time.monotonic()
+    lane.write(1)
+    lane.write(0)
+    assert lane.writer.is_ready(2)
+    lane.write(2)
+    lane.finish()
+    ended = time.monotonic()
+    record = lane.writer.record
+    assert record is not None
+    assert [times[0] for times in record.parts] == [1, 0, 2]
+    for _, *times in record.parts:
+        assert times == sorted(times)
+        assert began <= times[0]
+        assert times[-1] <= ended
+    _, asked_s, ready_s, start_s, _ = record.parts[0]
+    assert asked_s <= asked <= ready_s <= was_ready <= start_s
+    assert sorted(file for file, *_ in record.syncs) == [0, 1]
+    assert all(record.parts[-1][-1] <= start <= end <= ended for _, start, end in record.syncs)
+    lane.begin(Part(0, 0, ((0, 0, 100),)), create=False)
+    lane.write(0)
+    lane.finish()
+    assert lane.writer.record is None
 
 
 def test_a_lane_creates_no_file(lane: Lane) -> None:

@@ -247,7 +247,12 @@ def _call_factory(factory: str, scheme: str, url: str, options: dict[str, Any]) 
 
 
 def open_storage(
-    url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    url: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float | None = None,
+    direct_io: bool = True,
+    bucket_bytes: int = 0,
 ) -> Storage:
     """Open the storage of one checkpoint directory.
 
@@ -256,14 +261,43 @@ def open_storage(
             always local.
         options: Storage options, passed to fsspec as they are; but for `s3_client`, which is ours.
         timeout_s: Seconds after which any call is given up, whatever it waits for; None: never.
+        direct_io: Whether images are written past the page cache where that can be done.
+        bucket_bytes: Bytes of a part, if the storage writes parts (`Storage.part_bytes`); 0: as it does by
+            itself.
 
     Returns:
         The storage that suits the URL's scheme; nothing was asked of it yet.
 
     Raises:
-        ConfigError: fsspec does not know the URL or an option.
+        ConfigError: fsspec does not know the URL or an option, or the storage cannot honour a setting.
     """
-    return _bounded(_open(url, options), timeout_s)
+    storage = _open(url, options)
+    return _bounded(_set(storage, direct_io=direct_io, bucket_bytes=bucket_bytes), timeout_s)
+
+
+def _set(storage: Storage, *, direct_io: bool, bucket_bytes: int) -> Storage:
+    """Return `storage` with settings that go with its spec, and so reach every lane.
+
+    Raises:
+        ConfigError: It cannot honour one.
+    """
+    kind, changes = storage.spec.get("kind"), {}
+    if not direct_io:
+        if kind != "posix":
+            raise ConfigError(
+                f"ckpt_direct_io: {storage.url!r} is not written through the page cache of this machine, "
+                "so nothing goes past it either: leave the setting out"
+            )
+        changes["direct_io"] = "off"
+    # What takes any number of bytes takes what a lane gives it.
+    if bucket_bytes and storage.part_bytes(0):
+        if kind != "s3":
+            raise ConfigError(
+                f"ckpt_bucket_bytes: the storage of {storage.url!r} chooses the size of its parts itself: "
+                "leave the setting out"
+            )
+        changes["part_bytes"] = str(bucket_bytes)
+    return _reopen({**storage.spec, **changes}) if changes else storage
 
 
 def _bounded(storage: Storage, timeout_s: float | None) -> Storage:
@@ -310,7 +344,7 @@ def _reopen(spec: StorageSpec) -> Storage:
     if kind == "posix":
         from distckpt.storage.posix import PosixStorage
 
-        return PosixStorage(spec["root"])
+        return PosixStorage(spec["root"], direct_io=spec.get("direct_io") != "off")
     if kind == "s3":
         from distckpt.storage.s3 import reopen_s3
 

@@ -70,16 +70,19 @@ class PosixImage:
 
     Args:
         path: Absolute path of the file.
+        direct_io: Whether to go past the page cache at all.
 
     Raises:
         OSError: It cannot be opened for writing.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, direct_io: bool = True) -> None:
         self._path = path
         self._is_cancelled = False
         self._fd = self._direct_fd = -1
         self._fd = os.open(path, _EXISTING_FILE)
+        if not direct_io:
+            return
         # Some file systems refuse it here, some at the first write: both are written through the cache.
         with contextlib.suppress(OSError):
             self._direct_fd = os.open(path, _EXISTING_FILE | os.O_DIRECT)
@@ -266,15 +269,19 @@ class PosixStorage:
 
     Args:
         root: Absolute path of the directory.
+        direct_io: Whether images are written past the page cache where the file system can.
     """
 
     in_flight = 1
     is_stream = False
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, direct_io: bool = True) -> None:
         self.root = root
         self.url = root
         self.spec: StorageSpec = {"kind": "posix", "root": root}
+        if not direct_io:
+            self.spec["direct_io"] = "off"
+        self._direct_io = direct_io
 
     def prepare(self) -> None:
         """See `Storage.prepare`.
@@ -315,7 +322,7 @@ class PosixStorage:
         """See `Storage.open_image`."""
         path = self._path(name)
         try:
-            return PosixImage(path)
+            return PosixImage(path, direct_io=self._direct_io)
         except OSError as error:
             _fail(error, path, "cannot open")
 

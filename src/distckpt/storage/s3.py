@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
-_LEAST_PART_BYTES = 16 * _MIB
+_PART_BYTES = 16 * _MIB
 _PART_STEP_BYTES = 4 * _MIB
+_LEAST_PART_BYTES = 5 * _MIB
 _MOST_PARTS = 10_000
 """Source: Amazon S3 multipart upload limits, docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html."""
 _SEND_BYTES = _MIB
@@ -483,10 +484,10 @@ class S3Storage:
     """A checkpoint directory on S3.
 
     Args:
-        spec: `url`, and `options` as `open_s3` resolved them.
+        spec: `url`, `options` as `open_s3` resolved them, and perhaps `part_bytes`, a multiple of 4 MiB.
 
     Raises:
-        ConfigError: No client can be made.
+        ConfigError: No client can be made, or S3 takes no parts of that size.
     """
 
     in_flight = 4
@@ -498,6 +499,12 @@ class S3Storage:
         self._bucket, prefix = _split_url(self.url)
         # "a/b" must not match what lies in "a/bc".
         self._base = f"{prefix}/" if prefix else ""
+        self._part_bytes = int(spec.get("part_bytes", _PART_BYTES))
+        if self._part_bytes < _LEAST_PART_BYTES:
+            raise ConfigError(
+                f"ckpt_bucket_bytes: parts have at least 5 MiB on S3, got {self._part_bytes // _MIB}MiB for "
+                f"{self.url}: 8MiB is the least"
+            )
         self._client = _client_for(self.url, spec["options"])
         options = json.loads(spec["options"])
         self._additional = dict(options.get("s3_additional_kwargs") or {})
@@ -515,7 +522,7 @@ class S3Storage:
     def part_bytes(self, file_bytes: int) -> int:
         """See `Storage.part_bytes`."""
         least = -(-file_bytes // _MOST_PARTS)
-        return max(_LEAST_PART_BYTES, -(-least // _PART_STEP_BYTES) * _PART_STEP_BYTES)
+        return max(self._part_bytes, -(-least // _PART_STEP_BYTES) * _PART_STEP_BYTES)
 
     def prepare(self) -> None:
         """See `Storage.prepare`: there are no directories; says early what no save could do without.

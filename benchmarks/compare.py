@@ -1,0 +1,127 @@
+"""Compares two files of results: ratios of their figures, and whether one is worse beyond noise.
+
+Figures that have a ceiling are compared by the share of it that they reach, for that takes out how busy the
+machine was; others by their medians. Noise is what the samples of the two runs differ by among themselves.
+Exit status 1: the second run is worse in some figure of distckpt.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from results import FIGURES, Results, read_records, shown, value_of
+from rich.console import Console
+from rich.table import Table
+
+_LEAST = 0.10
+"""Differences up to this are noise, however alike the samples are."""
+_SPREADS = 3.0
+"""How many times the samples' own spread a difference must be."""
+_ABSOLUTE = {"returned_s": 0.002, "guarded_s": 0.001, "first_stall_s": 0.01, "stall_s": 0.002}
+"""Seconds that nobody notices."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A figure of two runs.
+
+    Attributes:
+        candidate: Whose.
+        workload: Of which state.
+        figure: Which.
+        before: Median of the first run.
+        after: Median of the second.
+        ratio: How many times better the second one is: below 1 it is worse.
+        noise: What the ratio may differ from 1 by.
+        is_worse: Whether it is, beyond noise.
+    """
+
+    candidate: str
+    workload: str
+    figure: str
+    before: float
+    after: float
+    ratio: float
+    noise: float
+    is_worse: bool
+
+
+def spread(samples: list[float]) -> float:
+    """Return the median distance of samples from their median, as a share of it; 0 of a single one."""
+    middle = median(samples)
+    return median(abs(one - middle) for one in samples) / abs(middle) if middle else 0.0
+
+
+def compare(before: Results, after: Results) -> Iterator[Comparison]:
+    """Compare what both have measured.
+
+    Raises:
+        ValueError: They have nothing in common, or are of different devices.
+    """
+    if before.device != after.device:
+        raise ValueError(f"one is of {before.device}, the other of {after.device}")
+    known = {(record["candidate"], record["workload"]): record for record in before.measurements()}
+    shared = [
+        (known[key], record)
+        for record in after.measurements()
+        if (key := (record["candidate"], record["workload"])) in known
+    ]
+    if not shared:
+        raise ValueError("they have no measurement in common")
+    for first, second in shared:
+        for figure in FIGURES:
+            mine, theirs = value_of(first, figure), value_of(second, figure)
+            if not mine or not theirs:
+                continue
+            beside = [record.get("of_ceiling", {}).get(figure) for record in (first, second)]
+            if all(beside):
+                ratio = median(beside[1]) / median(beside[0])
+                spreads = [spread(samples) for samples in beside]
+            else:
+                ratio = mine / theirs
+                spreads = [spread(record["figures"][figure]) for record in (first, second)]
+            noise = max(_LEAST, _SPREADS * max(spreads))
+            yield Comparison(
+                second["candidate"], second["workload"], figure, mine, theirs, ratio, noise,
+                1 / ratio - 1 > noise and theirs - mine > _ABSOLUTE.get(figure, 0.0),
+            )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, metavar="A")
+    parser.add_argument("after", type=Path, metavar="B")
+    parser.add_argument("--all", action="store_true", help="peers as well")
+    arguments = parser.parse_args()
+    try:
+        runs = [Results(read_records(path)) for path in (arguments.before, arguments.after)]
+        found = [one for one in compare(*runs) if arguments.all or one.candidate.startswith("distckpt")]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    console = Console()
+    table = Table(title="More than 1 is better in B", title_justify="left")
+    for name in ("", "state", "figure", "A", "B", "ratio", "noise", ""):
+        table.add_column(name, justify="right" if name in ("A", "B", "ratio", "noise") else "left")
+    for one in found:
+        table.add_row(
+            one.candidate, one.workload, FIGURES[one.figure].title, shown(one.figure, one.before),
+            shown(one.figure, one.after), f"{one.ratio:.2f} x", f"+-{100 * one.noise:.0f} %",
+            "[red]worse[/]" if one.is_worse else "",
+        )  # fmt: skip
+    console.print(table)
+    first, second = (run.run["hardware"] for run in runs)
+    if (first["cpu"], first["cores"], first["gpus"]) != (second["cpu"], second["cores"], second["gpus"]):
+        console.print("They are of different machines.")
+    worse = [one for one in found if one.is_worse and one.candidate.startswith("distckpt")]
+    console.print(f"{len(worse)} of {len(found)} figures are worse beyond noise.")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
