@@ -19,9 +19,9 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.cpp_extension import get_default_build_root
 
 from distckpt import Checkpointer, SavePlanner, StorageReader, StorageWriter
 
@@ -45,6 +44,7 @@ Figures = dict[str, float]
 _LIMIT_S = 300.0
 _LIMIT = timedelta(seconds=_LIMIT_S)
 _POLL_S = 0.0001
+_QUEUE_POLL_S = 0.001
 _SYNC_THREADS = 8
 _FLAGS_ON_GPU = "each save ends in a collective on the GPU"
 
@@ -59,6 +59,7 @@ class Context:
         world: Number of ranks, all of this machine.
         workers: Threads or processes that it may use in each rank.
         host_memory: Bytes of host memory that a rank may use for staging.
+        settings: What the sweep found best for distckpt here, beside workers.
     """
 
     device: str
@@ -66,6 +67,7 @@ class Context:
     world: int
     workers: int
     host_memory: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Candidate(ABC):
@@ -144,6 +146,7 @@ class Distckpt(Candidate):
                 dist_ckpt_workers=self.context.workers,
                 ckpt_host_memory=self.context.host_memory,
                 log_level="error",
+                **self.context.settings,
             )
         return self._checkpointer
 
@@ -184,12 +187,9 @@ class DistckptWriter(Candidate):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._settings: dict[str, Any] = {
-            "dist_ckpt_workers": context.workers,
-            "ckpt_host_memory": context.host_memory,
-            "log_level": "error",
-        }
-        self._writer = StorageWriter(**self._settings)
+        self._writer = StorageWriter(
+            dist_ckpt_workers=context.workers, ckpt_host_memory=context.host_memory, log_level="error"
+        )
 
     def prewarm(self, state: State, folder: Path) -> bool:
         self._writer.prewarm(state).result(timeout=_LIMIT_S)
@@ -197,7 +197,7 @@ class DistckptWriter(Candidate):
 
     def save(self, state: State, path: Path) -> Figures:
         return _async_save(
-            state, path, self.group,
+            state, path, self.group, syncs_folder=False,
             storage_writer=self._writer, planner=SavePlanner(enable_plan_caching=True),
         )  # fmt: skip
 
@@ -246,7 +246,7 @@ class DcpAsync(_Stock):
 class DcpPinned(_Stock):
     name = "dcp.async_save, pinned"
     note = (
-        "a DefaultStager that keeps pinned memory (on CPUs: memory) and stages in a thread; "
+        "a DefaultStager with pinned memory (on CPUs: memory), which torch 2.11 does not keep, and a thread; "
         "FileSystemWriter with a thread for each worker, cached plans"
     )
     kind = AsyncCheckpointerType.THREAD
@@ -264,6 +264,8 @@ class DcpPinned(_Stock):
         # torch 2.11 empties the stager that it was given when its save has ended: it is made anew.
         inner = getattr(self._stager, "_state_dict_stager", None)
         if not getattr(inner, "_deepcopy_dispatch", None):
+            if self._stager is not None:
+                self._stager.close()
             self._stager = DefaultStager(self._options)
         return _async_save(
             state, path, self.group,
@@ -278,7 +280,10 @@ class DcpPinned(_Stock):
 
 class DcpProcess(DcpPinned):
     name = "dcp.async_save, process"
-    note = "the same with shared memory, and a process of its own that plans and writes (PROCESS)"
+    note = (
+        "AsyncCheckpointerType.PROCESS: a DefaultStager with pinned shared memory, and a process that plans "
+        "and writes; FileSystemWriter with a thread for each worker, cached plans"
+    )
     kind = AsyncCheckpointerType.PROCESS
 
     def close(self) -> None:
@@ -527,7 +532,8 @@ class Safetensors(Candidate):
 
     def load(self, state: State, path: Path) -> None:
         package = import_module("safetensors.torch")
-        fill(state, package.load_file(path / f"{self.context.rank}.safetensors"))
+        device = torch.cuda.current_device() if self.context.device == "cuda" else "cpu"
+        fill(state, package.load_file(path / f"{self.context.rank}.safetensors", device=device))
 
 
 class TorchSnapshot(Candidate):
@@ -597,7 +603,8 @@ class DeepSpeed(Candidate):
     @classmethod
     def unfit(cls, context: Context) -> str:
         # It compiles when first used, with libaio-dev and ninja: minutes, which no part of a run has.
-        root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+        extension = import_module("torch.utils.cpp_extension")
+        root = os.environ.get("TORCH_EXTENSIONS_DIR") or extension.get_default_build_root()
         found = [*Path(root).glob("async_io/*.so"), *Path(root).glob("*/async_io/*.so")]
         return "" if found else "its extension for libaio is not compiled: see benchmarks/peers.txt"
 
@@ -655,11 +662,8 @@ class Orbax(Candidate):
 
     @classmethod
     def unfit(cls, context: Context) -> str:
-        return (
-            ""
-            if context.device == "cpu" and context.world == 1
-            else "saves no torch tensors of GPUs or ranks"
-        )
+        is_fit = context.device == "cpu" and context.world == 1
+        return "" if is_fit else "saves no torch tensors of GPUs or ranks"
 
     def save(self, state: State, path: Path) -> Figures:
         arrays = self._package.args.PyTreeSave({name: _array(own) for name, own in state.items()})
@@ -683,7 +687,7 @@ class Orbax(Candidate):
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """Return the bytes of a tensor as NumPy, which knows no bf16, has them."""
+    """Return a view of a tensor for NumPy, which does not know bf16."""
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
@@ -702,7 +706,7 @@ def _await_queue(queue: Any, request: Any, started: float) -> float:
     staged_s = time.perf_counter() - started
     # What ranks tell each other when they are done waits for the last of them.
     while not queue.maybe_finalize_async_calls(blocking=False, no_dist=True):
-        time.sleep(_POLL_S)
+        time.sleep(_QUEUE_POLL_S)
         if time.perf_counter() - started > _LIMIT_S:
             raise TimeoutError("a worker of nvidia-resiliency-ext did not finish")
     return staged_s
@@ -714,8 +718,10 @@ def load_dcp(state: State, path: Path, group: Any) -> None:
     state_dict_loader.load(dict(state), storage_reader=reader, process_group=group)
 
 
-def _async_save(state: State, path: Path, group: Any, **settings: Any) -> Figures:
-    """Save with `dcp.async_save`."""
+def _async_save(
+    state: State, path: Path, group: Any, *, syncs_folder: bool = True, **settings: Any
+) -> Figures:
+    """Save with `dcp.async_save`, and sync the directory, whose files torch's writer has synced."""
     started = time.perf_counter()
     response = state_dict_saver.async_save(state, checkpoint_id=path, process_group=group, **settings)
     returned_s = staged_s = time.perf_counter() - started
@@ -727,8 +733,8 @@ def _async_save(state: State, path: Path, group: Any, **settings: Any) -> Figure
     else:
         upload = response
     upload.result(_LIMIT_S)
-    # Neither torch nor, on torch's behalf, anyone else syncs the name of the directory.
-    sync_folder(path)
+    if syncs_folder:
+        sync_folder(path)
     return _figures(started, returned_s, staged_s)
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class Spec:
         repeats: How many there are at most.
         host_memory: Bytes that a rank may use for staging.
         write: The fastest way of plain writes: threads, direct.
+        settings: For distckpt, beside workers.
         candidate: Who saves.
         workload: What is saved.
         detailed: Whether each sample has its ceiling measured beside it, and one save its timeline.
@@ -65,6 +66,7 @@ class Spec:
     repeats: int
     host_memory: int
     write: tuple[int, bool] = (4, False)
+    settings: dict[str, Any] = field(default_factory=dict)
     candidate: str = _OURS
     workload: str = "llama-8b"
     detailed: bool = False
@@ -86,6 +88,12 @@ class Part:
         """Write a record that every rank has made alike, once."""
         if self.ranks.rank == 0:
             write_record(self._out, record)
+
+    def context(self) -> Context:
+        spec, ranks = self.spec, self.ranks
+        return Context(
+            spec.device, ranks.rank, ranks.world, spec.workers, spec.host_memory, spec.settings
+        )  # fmt: skip
 
     def state(self) -> State:
         spec = self.spec
@@ -114,7 +122,7 @@ class Ceilings:
 
     def copy_s(self, repeats: int = 1) -> list[float]:
         """Return the seconds that a copy of the state's bytes takes the slowest rank, all at once."""
-        seconds = self._copy.seconds(repeats, self._ranks.barrier)
+        seconds = [min(self._copy.seconds(2, self._ranks.barrier)) for _ in range(repeats)]
         return [self._ranks.slowest(one) * self._nbytes / self._copy.nbytes for one in seconds]
 
     def write_s(self) -> float:
@@ -226,9 +234,7 @@ def measure_candidate(part: Part) -> None:
     ceilings: Ceilings | None = Ceilings(part, size_of(state)) if spec.detailed else None
     ranks.settle()
     before = sample(os.getpid())["pss_bytes"]
-    candidate = CANDIDATES[spec.candidate](
-        Context(spec.device, ranks.rank, ranks.world, spec.workers, spec.host_memory)
-    )
+    candidate = CANDIDATES[spec.candidate](part.context())
     record["note"] = candidate.note
     steps = iter(range(1 << 20))
 
@@ -343,6 +349,7 @@ def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None
         dist_ckpt_workers=spec.workers,
         ckpt_host_memory=spec.host_memory,
         log_level="error",
+        **spec.settings,
     ) as checkpointer:
 
         def step() -> None:
@@ -379,9 +386,7 @@ def measure_rounds(part: Part) -> None:
     ranks, spec = part.ranks, part.spec
     state = part.state()
     own = size_of(state)
-    candidate = CANDIDATES[spec.candidate](
-        Context(spec.device, ranks.rank, ranks.world, spec.workers, spec.host_memory)
-    )
+    candidate = CANDIDATES[spec.candidate](part.context())
     figures: dict[str, list[float]] = {"save_s": [], "save_gib_s": [], "load_s": [], "load_gib_s": []}
 
     def add(kind: str, seconds: float) -> None:
@@ -427,8 +432,8 @@ def main() -> None:
         # Started in advance, and not needed.
         return
     section, spec, out, limit_s = json.loads(asked)
-    # Says where it hangs before the parent ends it.
-    faulthandler.dump_traceback_later(max(1.0, limit_s - _DUMP_S))
+    # Says where it hangs, and ends it even if nobody is there to do so.
+    faulthandler.dump_traceback_later(max(1.0, limit_s - _DUMP_S), exit=True)
     part = Part(Spec(**spec), Path(out))
     SECTIONS[section](part)
     part.ranks.close()

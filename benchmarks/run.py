@@ -34,6 +34,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tables import console, print_tables
 from workloads import WORKLOADS
 
+from distckpt import add_arguments
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -87,8 +89,8 @@ class Run:
         self.started = time.monotonic()
         self.seconds: dict[str, float] = {}
         cores = len(os.sched_getaffinity(0))
-        self.advised = 0
-        """Workers that the sweep found best."""
+        self.advised: list[str] = []
+        """Flags that the sweep found best."""
         self.waiting: Processes | None = None
         # Where there are cores to spare, the processes of the next part start beside this one.
         self.starts_ahead = cores >= _SPARE_CORES * self.ranks
@@ -251,8 +253,7 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
     if "sweep" in only:
         progress("sweep", 0.0)
         _sweep(run, spec)
-        if run.advised and not run.arguments.workers:
-            spec = replace(spec, workers=run.advised)
+        spec = _advised(run, spec)
     context = Context(run.device, 0, run.ranks, spec.workers, spec.host_memory)
     parts: list[tuple[str, str, str, Spec, float]] = []
     if "candidates" in only:
@@ -292,6 +293,18 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
         _measure_s3(run)
 
 
+def _advised(run: Run, spec: Spec) -> Spec:
+    """Have distckpt use the flags that the sweep found best; workers are those that were asked for, if any."""
+    if not run.advised:
+        return spec
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    found = parser.parse_args(" ".join(run.advised).split())
+    settings = {"ckpt_bucket_bytes": found.ckpt_bucket_bytes, "ckpt_direct_io": found.ckpt_direct_io}
+    workers = run.arguments.workers or found.dist_ckpt_workers
+    return replace(spec, workers=workers, settings=settings)
+
+
 def _order(section: str, name: str) -> int:
     """What is measured first, should time run out."""
     if name == _OURS:
@@ -308,7 +321,7 @@ def _sweep(run: Run, spec: Spec) -> None:
     started = time.monotonic()
     command = [
         sys.executable, "-m", "distckpt", "tune", spec.folder, "--json",
-        "--seconds", f"{run.size.sweep_s:g}", "--gib", f"{min(spec.nbytes, 4 * GIB) / GIB:g}",
+        "--seconds", f"{run.size.sweep_s:g}",
     ]  # fmt: skip
     try:
         done = subprocess.run(
@@ -321,8 +334,7 @@ def _sweep(run: Run, spec: Spec) -> None:
     else:
         found = json.loads(done.stdout)
         run.record({"kind": "sweep", **found})
-        words = " ".join(found["flags"]).split()
-        run.advised = int(words[words.index("--dist-ckpt-workers") + 1])
+        run.advised = found["flags"]
     run.seconds["sweep"] = time.monotonic() - started
 
 
@@ -430,6 +442,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    # So that a run that is ended leaves nothing on the target.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     arguments = parse()
     output = console()
     size = QUICK if arguments.quick else FULL

@@ -232,6 +232,7 @@ def measure(part: Part) -> None:
         saving = _Ours(
             trainer, spec.place, ranks,
             dist_ckpt_workers=spec.workers, ckpt_host_memory=nbytes + nbytes // 8 + (256 << 20),
+            **spec.settings,
         )  # fmt: skip
     else:
         saving = _Stock(trainer, spec.place, ranks)
