@@ -37,6 +37,8 @@ _SAMPLE_S = 0.05
 _COPY_BYTES = 1 << 30
 _READ_THREADS = 8
 _DUMP_S = 5.0
+_WARM_SAVES = 2
+"""Saves until one replays captured copies."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Spec:
         settings: For distckpt, beside workers.
         candidate: Who saves.
         workload: What is saved.
-        detailed: Whether each sample has its ceiling measured beside it, and one save its timeline.
+        detailed: Whether each sample has its ceiling measured beside it.
+        guarded: Whether saves with a guarded optimizer are measured as well, and one of them is traced.
     """
 
     device: str
@@ -70,6 +73,7 @@ class Spec:
     candidate: str = _OURS
     workload: str = "llama-8b"
     detailed: bool = False
+    guarded: bool = False
 
     @property
     def place(self) -> Path:
@@ -278,7 +282,7 @@ def measure_candidate(part: Part) -> None:
     finally:
         candidate.close()
     ceilings = None
-    if spec.detailed and spec.candidate == _OURS:
+    if spec.guarded:
         _measure_guarded(part, state, add)
     part.record(record)
 
@@ -317,7 +321,7 @@ def _load(
             torch.cuda.synchronize()
         add("load_s", ranks.slowest(time.perf_counter() - started), plain_s)
 
-    for _ in range(3 if part.spec.detailed else 1):
+    for _ in range(3 if part.spec.guarded else 1):
         one()
         record["equal"] = all(ranks.gather(equal(state, into)))
         if not record["equal"]:
@@ -358,7 +362,7 @@ def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None
 
         step()
         checkpointer.prewarm(guarded).result(timeout=_LIMIT_S)
-        for number in range(3 + min(5, spec.repeats)):
+        for number in range(_WARM_SAVES + min(3, spec.repeats)):
             ranks.settle()
             with Trace(ranks.rank) as trace:
                 started = time.perf_counter()
@@ -366,7 +370,7 @@ def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None
                 returned_s = time.perf_counter() - started
                 step()
                 handle.result(timeout=_LIMIT_S)
-            if number >= 3:
+            if number >= _WARM_SAVES:
                 add("guarded_s", ranks.slowest(returned_s))
             remove_once(ranks, root / str(handle.path))
     spans = ranks.gather(trace.spans)

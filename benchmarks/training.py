@@ -116,6 +116,7 @@ class _Saving(ABC):
     def __init__(self, trainer: Trainer, folder: Path, ranks: Ranks) -> None:
         self._trainer, self._folder, self._ranks = trainer, folder, ranks
         self._number = 0
+        self._over: list[Path] = []
         self.is_running = False
 
     def begin(self) -> None:
@@ -130,11 +131,16 @@ class _Saving(ABC):
 
     def finish(self) -> None:
         if self.is_running:
-            path = self._result()
+            self._over.append(self._result())
             self.is_running = False
-            self._ranks.barrier()
-            if self._ranks.rank == 0:
+
+    def clear(self) -> None:
+        """Remove the checkpoints that are done, which no step is to wait for."""
+        self._ranks.barrier()
+        if self._ranks.rank == 0:
+            for path in self._over:
                 remove_tree(path)
+        self._over.clear()
 
     @abstractmethod
     def guard(self) -> AbstractContextManager[object]:
@@ -231,7 +237,7 @@ def measure(part: Part) -> None:
         nbytes = size_of(trainer.state())
         saving = _Ours(
             trainer, spec.place, ranks,
-            dist_ckpt_workers=spec.workers, ckpt_host_memory=nbytes + nbytes // 8 + (256 << 20),
+            dist_ckpt_workers=spec.workers, ckpt_host_memory=max(spec.host_memory, 2 * nbytes),
             **spec.settings,
         )  # fmt: skip
     else:
@@ -244,6 +250,7 @@ def measure(part: Part) -> None:
             while saving.is_running:
                 trainer.step(saving.guard())
                 saving.look()
+            saving.clear()
         for turn in range(_TURNS):
             is_saving = turn % 2 == 1
             gc.collect()
@@ -263,6 +270,7 @@ def measure(part: Part) -> None:
                 if any(ranks.gather(over)):
                     break
             saving.finish()
+            saving.clear()
             phases.append({"saving": is_saving, "step_s": [round(one, 6) for one in steps]})
     finally:
         saving.close()

@@ -151,7 +151,7 @@ class Integrity:
         self._url = url
         self._items = items
 
-    def check(self, file: str, offset: int, data: bytearray, fqn: str) -> None:
+    def check(self, file: str, offset: int, data: bytearray | memoryview, fqn: str) -> None:
         """Compare the bytes of an item, as read, with what was written.
 
         Args:

@@ -52,7 +52,7 @@ _AHEAD_BYTES = 256 << 20
 _Path = str | os.PathLike[str]
 
 
-def _handing_over(items: list[bytearray]) -> Iterator[bytearray]:
+def _handing_over(items: list[memoryview]) -> Iterator[memoryview]:
     """Yield `items` in order, and keep none that was yielded."""
     items.reverse()
     while items:
@@ -301,10 +301,10 @@ class StorageReader(TorchStorageReader):
 
     def _read_ahead(
         self, storage: Storage, infos: list[_StorageInfo], requests: Mapping[tuple[str, int], list[ReadItem]]
-    ) -> Generator[bytearray, None, None]:
+    ) -> Generator[memoryview, None, None]:
         """Yield the bytes of items, in order, while threads read and compare those that come next."""
 
-        def read(run: list[_StorageInfo]) -> list[bytearray]:
+        def read(run: list[_StorageInfo]) -> list[memoryview]:
             # One thread at a time for each object; opening one asks nothing of the storage.
             own = reopen_storage(storage.spec, timeout_s=self._timeout_s)
             return self._read_run(own, run, requests)
@@ -318,7 +318,7 @@ class StorageReader(TorchStorageReader):
                 yield from _handing_over(read(run))
             return
         with ThreadPoolExecutor(num_threads, "distckpt-read") as pool:
-            reading: deque[tuple[int, ThreadFuture[list[bytearray]]]] = deque()
+            reading: deque[tuple[int, ThreadFuture[list[memoryview]]]] = deque()
             ahead_bytes = 0
             while runs or reading:
                 while runs:
@@ -343,8 +343,10 @@ class StorageReader(TorchStorageReader):
         storage: Storage,
         run: list[_StorageInfo],
         requests: Mapping[tuple[str, int], list[ReadItem]],
-    ) -> list[bytearray]:
+    ) -> list[memoryview]:
         """Return the bytes of items that lie one after the other, compared with the commit.
+
+        All of them are views of what was read at once, which is there until the last of them is dropped.
 
         Raises:
             CheckpointError: An item was written through an extension.
@@ -353,7 +355,8 @@ class StorageReader(TorchStorageReader):
         """
         file, start, end = run[0].relative_path, run[0].offset, run[-1].offset + run[-1].length
         whole = _read_range(storage, file, start, end - start, self._timeout_s)
-        items: list[bytearray] = []
+        items: list[memoryview] = []
+        read = memoryview(whole or b"")
         for info in run:
             fqn = requests[file, info.offset][0].storage_index.fqn
             if getattr(info, "transform_descriptors", None):
@@ -361,9 +364,7 @@ class StorageReader(TorchStorageReader):
                     f"{storage.url}/{file}: {fqn!r} was written through the extensions "
                     f"{info.transform_descriptors}, which are not undone here: use torch's FileSystemReader"
                 )
-            data = whole or bytearray()
-            if len(run) > 1:
-                data = data[info.offset - start : info.offset - start + info.length]
+            data = read[info.offset - start : info.offset - start + info.length]
             if whole is None or len(data) != info.length:
                 raise IntegrityError(
                     f"{storage.url}/{file}: {fqn!r} at byte {info.offset} has "
@@ -376,7 +377,7 @@ class StorageReader(TorchStorageReader):
         return items
 
     def _deliver(
-        self, info: _StorageInfo, data: bytearray, requests: list[ReadItem], planner: LoadPlanner
+        self, info: _StorageInfo, data: memoryview, requests: list[ReadItem], planner: LoadPlanner
     ) -> None:
         """Hand the bytes of an item to the planner.
 

@@ -47,7 +47,12 @@ class Format(Protocol):
         """
 
     def decode(
-        self, data: bytearray, dtype: torch.dtype, shape: Sequence[int], *, weights_only: bool = True
+        self,
+        data: bytearray | memoryview,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        *,
+        weights_only: bool = True,
     ) -> torch.Tensor:
         """Return the tensor that the bytes of an item hold.
 

@@ -116,7 +116,12 @@ class TorchDist:
         return _template(dtype, shape, strides)
 
     def decode(
-        self, data: bytearray, dtype: torch.dtype, shape: Sequence[int], *, weights_only: bool = True
+        self,
+        data: bytearray | memoryview,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        *,
+        weights_only: bool = True,
     ) -> torch.Tensor:
         """See `Format.decode`.
 
@@ -130,7 +135,7 @@ class TorchDist:
         if nbytes and dtype not in _QUANTIZED:
             strides = contiguous_strides(shape)
             prefix, suffix = _template(dtype, tuple(shape), strides)
-            if len(data) == len(prefix) + nbytes + len(suffix) and data.startswith(prefix):
+            if len(data) == len(prefix) + nbytes + len(suffix) and bytes(data[: len(prefix)]) == prefix:
                 payload = torch.frombuffer(data, dtype=torch.uint8, offset=len(prefix), count=nbytes)
                 viewed = torch.empty(0, dtype=dtype, device="cpu")
                 return viewed.set_(payload.untyped_storage(), 0, tuple(shape), strides)
