@@ -191,7 +191,7 @@ def measure_ceilings(part: Part) -> None:
         kind = "O_DIRECT" if direct else "buffered"
         ceiling(
             "write_direct" if direct else "write_buffered",
-            f"plain writes to the target, {kind}, {threads} threads for each rank, fsync",
+            f"plain writes to the target, {kind}, fsync, files of a rank: {threads}",
             samples,
             threads=threads,
         )
@@ -202,9 +202,7 @@ def measure_ceilings(part: Part) -> None:
     for _ in range(3):
         ranks.barrier()
         samples.append(total / ranks.slowest(read_seconds(files_of(folder), _READ_THREADS)))
-    ceiling(
-        "read", f"plain reads from the target, not cached, {_READ_THREADS} threads for each rank", samples
-    )
+    ceiling("read", f"plain reads from the target, not cached, threads of a rank: {_READ_THREADS}", samples)
     remove_tree(folder)
 
 
@@ -251,27 +249,36 @@ def measure_candidate(part: Part) -> None:
 
     try:
         found, path = save()
-        add("first_stall_s", found["staged_s"], ceilings.copy_s()[0] if ceilings else None)
+        add("first_stall_s", found["staged_s"])
         add("first_durable_s", found["total_s"])
         remove_once(ranks, path)
         with sampling(_SAMPLE_S) as sampler:
             _, path = save()
             peak = sampler.peak()[0]["pss_bytes"] - before
         add("host_bytes", ranks.total(peak))
-        if ceilings is None:
-            remove_once(ranks, path)
         kept = [path]
 
+        def bounds() -> list[float | None]:
+            return [ceilings.copy_s()[0], ceilings.write_s()] if ceilings else [None, None]
+
+        before_it = bounds()
+
         def one() -> None:
-            copy_s, write_s = (ceilings.copy_s()[0], ceilings.write_s()) if ceilings else (None, None)
+            nonlocal before_it
             cpu_before = cpu_seconds()
             found, path = save()
             add("cpu_s", ranks.total(cpu_seconds() - cpu_before) / (nbytes / GIB))
+            remove_once(ranks, kept.pop())
+            kept.append(path)
+            after_it = bounds()
+            copy_s, write_s = (
+                None if each is None or other is None else (each + other) / 2
+                for each, other in zip(before_it, after_it, strict=True)
+            )
+            before_it = after_it
             add("returned_s", found["returned_s"])
             add("stall_s", found["staged_s"], copy_s)
             add("durable_s", found["total_s"], write_s)
-            remove_once(ranks, kept.pop())
-            kept.append(path)
 
         part.repeat(one)
         written = files_of(kept[0])

@@ -20,11 +20,12 @@ Chart = dict[str, Any]
 
 OURS, OURS_TOO, PEER = "#3b82f6", "#8fb8f5", "#98a4b3"
 CEILING = "#e0632a"
-SHARES = {"stall_s": "#3b82f6", "durable_s": "#14a38b", "load_s": "#d99a1c"}
+SHARES = {"stall_s": "#3b82f6", "durable_s": "#0f8f7a", "load_s": "#b9770e"}
 """The figures that are shown as shares of their ceilings."""
 _BARS_MARGIN = {"l": 8, "r": 4, "t": 20, "b": 40}
 _SHADE = "rgba(59,130,246,0.13)"
 _BAR_PX, _ROW_PX, _PANEL_PX = 34, 15, 260
+_MOST_SHARE = 110.0
 _LOG_FROM = 30.0
 """What spans more is shown on a logarithmic axis."""
 _KINDS = {
@@ -171,7 +172,7 @@ def shares(results: Results, records: Sequence[Record]) -> Chart | None:
             "hoverinfo": "text",
             "hovertext": [f"{FIGURES[figure].title}: {share:.1f} %" for _, share in mine],
         })  # fmt: skip
-    data.append(_ceiling_line(100, -0.6, len(records) - 0.4))
+    data.append(_ceiling_line(100.0, -0.6, len(records) - 0.4))
     labels = []
     for number, record in enumerate(records):
         figures = [
@@ -180,13 +181,16 @@ def shares(results: Results, records: Sequence[Record]) -> Chart | None:
             if at == number
         ]
         name = escape(f"{record['workload']} · {record['nbytes'] / GIB:.2f} GiB")
-        labels += _row_labels(number, name, " · ".join(figures))
+        left, right = _row_labels(number, name, " · ".join(figures))
+        # Beside the line, not on it.
+        labels += [left, {**right, "xref": "x", "x": 99.5}]
     labels.append(_label("ceiling", x=100, xref="x", y=1, yref="paper", yanchor="bottom", xanchor="right"))
-    most = max(100.0, *(100 * share for _, _, share in found))
+    # A share far beyond its ceiling is noise of a tiny state: it must not squeeze all others.
+    most = min(_MOST_SHARE, max(100.0, *(100 * share for _, _, share in found)))
     return {
         "data": data,
         "layout": _layout(
-            58 * len(records) + 64, annotations=labels, margin=_BARS_MARGIN,
+            58 * len(records) + 64, annotations=labels, margin={**_BARS_MARGIN, "l": 14, "r": 18},
             xaxis=_axis(range=[0, most * 1.02], ticksuffix=" %", dtick=25),
             yaxis=_axis(visible=False, range=[len(records) - 0.4, -0.6]),
         ),
@@ -340,17 +344,19 @@ def beyond(record: Record, most_s: float) -> list[float]:
 
 def training(record: Record, until_s: float, most_s: float) -> Chart:
     """Show every step: how long it took, over the time of the training; phases with saves are shaded."""
-    data, shapes = [], []
+    data: list[dict[str, Any]] = []
+    shapes: list[dict[str, Any]] = []
     at_s = 0.0
     for phase in record["phases"]:
-        times, begin_s = [], at_s
+        ends, begin_s = [at_s], at_s
         for step in phase["step_s"]:
             at_s += step
-            times.append(round(at_s, 4))
+            ends.append(at_s)
         data.append({
-            "type": "scatter", "mode": "lines", "hoverinfo": "y", "x": times,
-            "y": [round(1000 * step, 3) for step in phase["step_s"]],
-            "line": {"color": OURS if phase["saving"] else PEER, "width": 1},
+            "type": "scatter", "mode": "lines", "hoverinfo": "y", "x": [round(end, 4) for end in ends],
+            "y": [round(1000 * step, 3) for step in (*phase["step_s"][:1], *phase["step_s"])],
+            # A step is a level line from its begin to its end: one alone is seen as well.
+            "line": {"color": OURS if phase["saving"] else PEER, "width": 1, "shape": "vh"},
         })  # fmt: skip
         if phase["saving"]:
             shapes.append({

@@ -3,12 +3,10 @@
 const GIB = 2 ** 30;
 const tip = document.getElementById("tip");
 
-// One path for all spans of a kind: thousands of them stay fast.
+// One path for all spans of a kind: thousands of them stay fast. Lines would be a path for each.
 function tracesOf({kinds, spans}) {
   const traces = kinds.map(({colour}) => ({
-    type: "scatter", mode: "lines", fill: "toself", fillcolor: colour, // Parts that touch can be told apart, and short ones are not lost.
-    line: {color: "rgba(0, 0, 0, 0.3)", width: 0.6, simplify: false},
-    hoverinfo: "skip", x: [], y: [],
+    type: "scatter", mode: "none", fill: "toself", fillcolor: colour, hoverinfo: "skip", x: [], y: [],
   }));
   for (const [row, start, end, kind] of spans) {
     traces[kind].x.push(start, end, end, start, start, null);

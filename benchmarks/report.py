@@ -25,19 +25,19 @@ _BARS = ("first_stall_s", "stall_s", "durable_s")
 _STATES = ("first_stall_s", "stall_s", "durable_s", "load_s", "guarded_s", "host_bytes", "cpu_s", "files")
 _STAGES = {"workers": "Workers of a rank", "buckets": "Bucket size", "direct": "O_DIRECT or page cache"}
 _BOUNDS = {
-    "copy": "Its ceiling is the time in which plain copies move the same bytes: into pinned memory, off all GPUs "
-    "at once; without a GPU, within host memory.",
-    "write": "Its ceiling is the time in which plain writes bring the same bytes to the same target, synced, by "
-    "as many threads as do it fastest.",
+    "copy": "Its ceiling is the time in which plain copies move the same bytes: into pinned memory, off all "
+    "GPUs at once; without a GPU, within host memory.",
+    "write": "Its ceiling is the time in which plain writes bring the same bytes to the same target, synced, "
+    "by as many threads as do it fastest.",
     "read": "Its ceiling is the time in which plain reads get the same bytes from the target.",
     "": "It has no ceiling.",
 }
 _MORE = {
-    "returned_s": "Who copies before returning stalls as long; who copies later lets training compute, but not "
-    "yet change the state.",
+    "returned_s": "Who copies before returning stalls as long; who copies later lets training compute, but "
+    "not yet change the state.",
     "guarded_s": "The next change of parameters waits for the copy, if that is not over by then.",
-    "first_stall_s": "In it is what later saves have no more to do, unless it was done ahead: planning, reserving "
-    "and pinning memory, starting workers.",
+    "first_stall_s": "In it is what later saves have no more to do, unless it was done ahead: planning, "
+    "reserving and pinning memory, starting workers.",
     "stall_s": "It is what a save costs a training that cannot hide the copy.",
     "durable_s": "After it a power failure takes nothing away.",
     "load_s": "What was read is compared with what had been saved.",
@@ -212,8 +212,8 @@ def _head(results: Results) -> str:
         items.append(f'<div class="wide"><dt>command</dt><dd><code>{_text(run["command"])}</code></dd></div>')
     return (
         f"<h1>distckpt on {_text(_machine(run))}</h1>"
-        '<p class="muted">How near saving checkpoints comes to the limit of this machine, and how far ahead of '
-        "others. 100 % is what the hardware gives.</p>"
+        '<p class="muted">How near saving checkpoints comes to the limit of this machine, and how far ahead '
+        "of others. 100 % is what the hardware gives.</p>"
         f"{_alarm(results)}{_cards(results)}{_flags(results)}"
         f'<dl class="facts">{"".join(items)}</dl>'
     )
@@ -277,19 +277,20 @@ def _ahead_card(results: Results, ours: Record) -> str:
     if first is None or first_s is None:
         return ""
     times, name = first
-    others = [
-        f"{FIGURES[figure].title} {ahead[0]:.1f}\u00a0x ({ahead[1]})"
+    mine, theirs = (_shown("first_stall_s", seconds) for seconds in (first_s, times * first_s))
+    details = [f"{mine}, {name} {theirs}"]
+    details += [
+        f"{FIGURES[figure].title} {_compared(ahead[0])} than {ahead[1]}"
         for figure in ("stall_s", "durable_s")
         if (ahead := _ahead(results, ours, figure))
     ]
-    is_behind = times < 1
-    mine, theirs = (_shown("first_stall_s", seconds) for seconds in (first_s, times * first_s))
-    return _card(
-        f"{1 / times if is_behind else times:.1f} x",
-        f"{'slower' if is_behind else 'faster'} first save than the {'fastest' if is_behind else 'next'} peer",
-        f"{mine}; {name} {theirs}" + (f"; {', '.join(others)}" if others else ""),
-        is_behind=is_behind,
-    )
+    number, _, word = _compared(times).rpartition(" ")
+    peer = "next" if times >= 1 else "fastest"
+    return _card(number, f"{word} first save than the {peer} peer", "; ".join(details), is_behind=times < 1)
+
+
+def _compared(times: float) -> str:
+    return f"{times:.1f}\u00a0x faster" if times >= 1 else f"{1 / times:.1f}\u00a0x slower"
 
 
 def _returns_card(ours: Record) -> str:
@@ -312,7 +313,7 @@ def _training_card(results: Results) -> str:
     mine = slower.pop(_OURS)
     others = ", ".join(f"{name} {_shown('slowdown', each)}" for name, each in slower.items())
     detail = "saves go on back to back" + (f"; {others}" if others else "")
-    return _card(shown("slowdown", mine), "longer is the mean step", detail)
+    return _card(shown("slowdown", mine), "mean step while it saves", detail)
 
 
 def _flags(results: Results) -> str:
@@ -342,8 +343,9 @@ def _stall(page: Page) -> str:
 
 def _about(results: Results) -> str:
     record = results.measurements(workload=results.compared)[0]
-    tensors = f" in {record['tensors']:,} tensors of each" if "tensors" in record else ""
-    ranks = f"{record['ranks']} rank{'s' if record['ranks'] > 1 else ''}"
+    several = record["ranks"] > 1
+    ranks = f"{record['ranks']} rank{'s' if several else ''}"
+    tensors = f", {record['tensors']:,} tensors{' each' if several else ''}" if "tensors" in record else ""
     return (
         f"<p>{_text(record['title'])}: {record['nbytes'] / GIB:.2f} GiB of {ranks}{tensors}. Less is better; "
         "the dotted line is what the hardware gives, percentages are shares of it.</p>"
@@ -391,7 +393,7 @@ def _candidates(page: Page) -> str:
 
 
 def _best(results: Results, records: Sequence[Record], figure: str) -> str:
-    """Return the best of a column as it is shown, for what looks the same is as good; "" if most are level."""
+    """Return the best of a column as it is shown: what looks the same is as good. "" if most are level."""
     found = [each for record in records if (each := value(results, record, figure)) is not None]
     best = shown(figure, min(found))
     num_level = sum(shown(figure, each) == best for each in found)
@@ -511,8 +513,8 @@ def _tuning(page: Page, record: Record) -> str:
     return (
         f'<p class="flags">Flags: {_codes(record)}</p>'
         f'<ul class="reasons">{reasons}</ul><div class="panels">{"".join(panels)}</div>'
-        "<p><small>Rates from the call until the save was committed. Dots are saves, diamonds their medians; the "
-        "dotted line is the fastest plain write.</small></p>"
+        "<p><small>Rates from the call until the save was committed. Dots are saves, diamonds their medians; "
+        "the dotted line is the fastest plain write.</small></p>"
     )
 
 
@@ -626,13 +628,13 @@ def _reading(page: Page) -> str:
         if any(value(page.results, record, name) is not None for record in page.results.measurements())
     ]
     return (
-        "<p>Of all figures, less is better. Times count from the call, and are those of the slowest rank; other "
-        "figures are sums over all ranks and processes. They are medians of several saves, each candidate in "
-        "processes of its own, with the settings that its documentation recommends.</p>"
-        "<p>100 % is the limit of the hardware. For distckpt the ceiling is measured again beside each sample, so "
-        "that a busy machine is busy for both. Such a share may differ a little from what the bar shows beside "
-        "the dotted line, which is the ceiling of the whole run; and by as much as samples differ it may pass "
-        f'100 %.</p><dl class="reading">{"".join(items)}</dl>'
+        "<p>Of all figures, less is better. Times count from the call, and are those of the slowest rank; "
+        "other figures are sums over all ranks and processes. They are medians of several saves, each "
+        "candidate in processes of its own, with the settings that its documentation recommends.</p>"
+        "<p>100 % is the limit of the hardware. For distckpt the ceiling is measured again beside each "
+        "sample, so that a busy machine is busy for both. Such a share may differ a little from what the bar "
+        "shows beside the dotted line, which is the ceiling of the whole run; and by as much as samples "
+        f'differ it may pass 100 %.</p><dl class="reading">{"".join(items)}</dl>'
     )
 
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from reasons import reason
+
 GIB = 1 << 30
 SCHEMA = 1
 Record = dict[str, Any]
@@ -57,7 +59,7 @@ FIGURES = {
         "Until the call returned, for a state whose optimizer is guarded: the copy runs under the next step.",
     ),
     "first_stall_s": Figure(
-        "first stall", "s", "copy", "Until the state may be changed, the first save of a process."
+        "first stall", "s", "", "Until the state may be changed, the first save of a process."
     ),
     "stall_s": Figure("later stall", "s", "copy", "Until the state may be changed, later saves."),
     "durable_s": Figure(
@@ -123,11 +125,12 @@ class Results:
         return str(self.run["config"]["device"])
 
     def bound(self, name: str) -> float | None:
-        """Return the rate that bounds a figure, whose `Figure.ceiling` is `name`, of all ranks together."""
-        names = {
+        """Return the rate that bounds figures whose `Figure.ceiling` is `name`, of all ranks together."""
+        names: tuple[str, ...] = {
             "copy": ("d2h",) if self.device == "cuda" else ("memcpy",),
             "write": ("write_direct", "write_buffered"),
             "read": ("read",),
+            "": (),
         }[name]
         rates = [rate for one in names if (rate := self.rate(one)) is not None]
         return max(rates, default=None)
@@ -153,8 +156,7 @@ class Results:
         if beside:
             return float(median(beside))
         value = value_of(record, figure)
-        name = FIGURES[figure].ceiling
-        rate = self.bound(name) if name else None
+        rate = self.bound(FIGURES[figure].ceiling)
         if rate is None or not value:
             return None
         return float(record["nbytes"]) / rate / value
@@ -210,9 +212,5 @@ def notes(results: Results) -> list[tuple[str, str, str]]:
             mine, theirs = value(results, ours[0], figure), value(results, record, figure)
             if mine is None or theirs is None or theirs >= mine * (1 - _AHEAD):
                 continue
-            found.append((name, figure, reason_for(name, figure, mine, theirs)))
+            found.append((name, figure, f"{FIGURES[figure].title}: it {reason(name, figure)}."))
     return found
-
-
-def reason_for(candidate: str, figure: str, mine: float, theirs: float) -> str:
-    return f"{candidate} is ahead in {FIGURES[figure].title}: {theirs:.3g} to {mine:.3g}"

@@ -73,7 +73,7 @@ class Size:
     workloads: tuple[str, ...]
 
 
-FULL = Size(8.5, 1.0, 5, 10.0, 18.0, 30.0, tuple(WORKLOADS))
+FULL = Size(8.8, 1.0, 5, 10.0, 18.0, 30.0, tuple(WORKLOADS))
 QUICK = Size(1.0, 0.3, 2, 2.0, 6.0, 8.0, (_COMPARED,))
 
 
@@ -252,7 +252,7 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
     # A first save, one watched, repetitions, and loads; those of distckpt each beside its ceiling.
     peer_s = run.start_s + 12 * plain_s
     ours_s = run.start_s + 25 * plain_s
-    state_s = run.start_s + 10 * plain_s
+    state_s = run.start_s + 6 * plain_s
     if "sweep" in only:
         progress("sweep", 0.0)
         _sweep(run, spec)
@@ -268,14 +268,16 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
             detailed = name == _OURS
             part = replace(spec, candidate=name, detailed=detailed, guarded=detailed)
             if not detailed:
-                part = replace(part, repeats=min(3, spec.repeats), seconds=spec.seconds / 2)
+                part = replace(part, repeats=min(2, spec.repeats), seconds=spec.seconds / 2)
             if not name.startswith(_OURS):
                 part = replace(part, workers=run.threads)
             parts.append(("candidates", "measure", name, part, ours_s if detailed else peer_s))
     if "workloads" in only:
         for name in run.arguments.workloads or run.size.workloads:
             if name != _COMPARED or "candidates" not in only:
-                part = replace(spec, workload=name, detailed=True, repeats=2)
+                part = replace(
+                    spec, workload=name, nbytes=spec.nbytes // 2, detailed=True, repeats=min(2, spec.repeats)
+                )
                 parts.append(("workloads", "measure", name, part, state_s))
     if "training" in only:
         for name in _TRAINED:

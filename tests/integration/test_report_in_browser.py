@@ -1,12 +1,10 @@
-"""The page of a run in a browser: it draws everything, asks for nothing, complains of nothing, and fits a phone."""
+"""The page of a run in a browser: it draws all, asks for nothing, complains of nothing, fits a phone."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
-import json
-import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -18,7 +16,7 @@ import pytest
 pytest.importorskip("plotly", reason="needs plotly")
 aiohttp = pytest.importorskip("aiohttp", reason="needs aiohttp")
 
-from unit.test_report import page_of, sample_records  # noqa: E402
+from unit.test_report import page_of, sample_records, spoiled_records  # noqa: E402
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 _FLAGS = (
@@ -27,29 +25,31 @@ _FLAGS = (
 )  # fmt: skip
 _START_S = 30.0
 _LIMIT_S = 20.0
-# Boxes of all charts, how far the page is wider than the window, what is written outside of its chart, and which
-# labels of a chart lie on each other.
 _LOOK = """
 (async () => {
   await new Promise((done) => setTimeout(done, 300));
   const charts = [...document.querySelectorAll(".chart")].map((chart) => {
-    const box = chart.getBoundingClientRect(), svg = chart.querySelector(".main-svg").getBoundingClientRect();
-    const drawn = [...chart.querySelectorAll(".plot path")].filter((path) => path.getBBox().width > 0).length;
+    const box = chart.getBoundingClientRect();
+    const svg = chart.querySelector(".main-svg").getBoundingClientRect();
+    const drawn = [...chart.querySelectorAll(".trace path")].filter((path) => path.getBBox().width > 0);
     const texts = [...chart.querySelectorAll("text")].filter((text) => text.textContent)
       .map((text) => [text.textContent, text.getBoundingClientRect()]);
-    const out = texts.filter(([, at]) => at.left < box.left - 2 || at.right > box.right + 2
-      || at.top < box.top - 2 || at.bottom > box.bottom + 2).map(([text]) => text);
-    const over = texts.flatMap(([text, a], index) => texts.slice(index + 1)
+    const outside = texts.filter(([, at]) => at.left < box.left - 1 || at.right > box.right + 1
+      || at.top < box.top - 1 || at.bottom > box.bottom + 1).map(([text]) => text);
+    const overlapping = texts.flatMap(([text, a], index) => texts.slice(index + 1)
       .filter(([, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2
         && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)
       .map(([other]) => `${text} | ${other}`));
-    return {width: svg.width, height: svg.height, drawn, out, over, fits: svg.width <= box.width + 1};
+    return {
+      width: svg.width, height: svg.height, is_wider: svg.width > box.width + 1, outside, overlapping,
+      drawn: drawn.length, nodes: chart.querySelectorAll("*").length,
+    };
   });
-  return {
-    charts, wider: document.documentElement.scrollWidth - innerWidth, nodes: document.querySelectorAll("*").length,
-  };
+  return {charts, wider: document.documentElement.scrollWidth - innerWidth};
 })()
 """
+"""What every chart has drawn, which of its texts are outside of it or lie on each other; and whether the page
+has to be scrolled sideways."""
 
 
 class Browser:
@@ -86,6 +86,7 @@ class Browser:
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
         )
+        await self.call("Emulation.setScrollbarsHidden", hidden=True)
         await self.call(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
@@ -149,12 +150,11 @@ async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
 @pytest.mark.skipif(not _CHROMIUM, reason="needs Chromium")
 def test_page_in_a_browser(tmp_path: Path) -> None:
     page_of(sample_records(), tmp_path)
-    asyncio.run(_look(tmp_path))
+    asyncio.run(_look(tmp_path / "page.html", tmp_path / "browser"))
 
 
-async def _look(folder: Path) -> None:
-    page = folder / "page.html"
-    async with browsing(folder / "browser") as browser:
+async def _look(page: Path, folder: Path) -> None:
+    async with browsing(folder) as browser:
         for width in (1280, 390):
             await browser.open(page, width)
             found = await browser.evaluate(_LOOK)
@@ -163,12 +163,45 @@ async def _look(folder: Path) -> None:
             ]
             for event in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
                 assert browser.of(event) == []
-            assert len(found["charts"]) == 9
+            assert found["wider"] <= 0
+            assert len(found["charts"]) == 10
             for chart in found["charts"]:
                 assert chart["width"] > 250
                 assert chart["height"] > 200
                 assert chart["drawn"] > 0
-                assert (chart["fits"], chart["out"], chart["over"]) == (True, [], [])
-            assert found["wider"] <= 0
-            # Thousands of spans are no thousands of elements.
-            assert found["nodes"] < 4000
+                assert (chart["is_wider"], chart["outside"], chart["overlapping"]) == (False, [], [])
+                # Thousands of spans are no thousands of elements.
+                assert chart["nodes"] < 800
+        assert await _tip_over_lanes(browser)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _CHROMIUM, reason="needs Chromium")
+def test_no_text_of_a_record_becomes_html_in_a_chart(tmp_path: Path) -> None:
+    page_of(spoiled_records(), tmp_path)
+
+    async def look() -> None:
+        async with browsing(tmp_path / "browser") as browser:
+            await browser.open(tmp_path / "page.html", 1280)
+            await browser.evaluate(_LOOK)
+            assert await browser.evaluate("document.querySelectorAll('img, .chart script').length") == 0
+            drawn = "[...document.querySelectorAll('.chart text')].map((text) => text.textContent).join('')"
+            assert "<script>alert(1)</script><img" in await browser.evaluate(drawn)
+            assert browser.of("Page.javascriptDialogOpening") == []
+
+    asyncio.run(look())
+
+
+async def _tip_over_lanes(browser: Browser) -> bool:
+    """Move over the timeline until something is told about a part."""
+    await browser.evaluate('document.getElementById("timeline").scrollIntoView()')
+    left, top, width, height = await browser.evaluate(
+        "(({x, y, width, height}) => [x, y, width, height])"
+        '(document.querySelector("#timeline .nsewdrag").getBoundingClientRect())'
+    )
+    for y in range(int(top), min(900, int(top + height)), 8):
+        await browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + width / 2, y=y)
+        told = await browser.evaluate('document.getElementById("tip").innerText')
+        if "part.written (rank 0, lane 0)" in told and "GiB/s" in told:
+            return True
+    return False
