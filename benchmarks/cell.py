@@ -37,6 +37,7 @@ _SAMPLE_S = 0.05
 _COPY_BYTES = 1 << 30
 _READ_THREADS = 8
 _DUMP_S = 5.0
+_UNTOLD = {"path", "file", "names", "save_id"}
 _WARM_SAVES = 2
 """Saves until one replays captured copies."""
 
@@ -380,7 +381,10 @@ def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None
             if number >= _WARM_SAVES:
                 add("guarded_s", ranks.slowest(returned_s))
             remove_once(ranks, root / str(handle.path))
-    spans = ranks.gather(trace.spans)
+    # Without paths and names of files, which only this run knows.
+    spans = ranks.gather([
+        {name: each for name, each in span.items() if name not in _UNTOLD} for span in trace.spans
+    ])  # fmt: skip
     part.record({
         "kind": "timeline", "candidate": spec.candidate, "workload": spec.workload,
         "nbytes": int(ranks.total(size_of(state))),

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import torch
 
+import distckpt
+
 ROOT = Path(__file__).parents[1]
 TMPFS = Path("/dev/shm")
 GIB = 1 << 30
@@ -24,12 +26,12 @@ GIB = 1 << 30
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "kernel": platform.release()}
-    for name in ("torch", "distckpt", "numpy", "crc32c"):
+    for name in ("torch", "numpy", "crc32c"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
-    return found
+    return {**found, "distckpt": distckpt.__version__}
 
 
 def commit() -> str:

@@ -21,7 +21,10 @@ _BARE = (
     "stores tensors bare; distckpt puts around each what torch.save does, so that stock PyTorch reads it, "
     "and records checksums"
 )
-_NO_CHECKSUM = "compares what it reads with no checksum"
+_NO_CHECKSUM = (
+    "compares nothing with a checksum; distckpt loads nothing of an item before all of it was compared, "
+    "which takes another pass and another copy"
+)
 _HANDS_OVER = (
     "returns before it has looked at the state, which may not change until it has copied it: that is its "
     "later stall"

@@ -152,6 +152,8 @@ class Results:
 
         Taken beside each sample where it was, else of the ceiling of the whole run.
         """
+        if not FIGURES[figure].ceiling:
+            return None
         beside = record.get("of_ceiling", {}).get(figure)
         if beside:
             return float(median(beside))

@@ -50,6 +50,23 @@ _SECTIONS = ("ceilings", "candidates", "workloads", "training", "sweep", "s3", "
 _DEFAULT_SECTIONS = _SECTIONS[:-1]
 
 
+def command_line(arguments: argparse.Namespace) -> str:
+    """Return what repeats this run, wherever its results are to go."""
+    given = {name: each for name, each in vars(arguments).items() if each and name not in ("out", "target")}
+    words = ["python", "benchmarks/run.py"]
+    for name, each in given.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if each is not True:
+            words.append(
+                ";".join(each)
+                if isinstance(each, tuple)
+                else f"{each:g}"
+                if isinstance(each, float)
+                else str(each)
+            )
+    return shlex.join(words)
+
+
 @dataclass(frozen=True)
 class Size:
     """How large a run is.
@@ -144,7 +161,7 @@ class Run:
     def start(self, spec: Spec) -> None:
         self.out.unlink(missing_ok=True)
         self.record({
-            "kind": "run", "schema": SCHEMA, **describe({}), "command": shlex.join(["python", *sys.argv]),
+            "kind": "run", "schema": SCHEMA, **describe({}), "command": command_line(self.arguments),
             "config": {
                 "device": self.device, "ranks": self.ranks, "gib_per_rank": round(spec.nbytes / GIB, 3),
                 "workers": self.workers, "target": storage_type(Path(spec.folder)), "compared": _COMPARED,
@@ -338,7 +355,8 @@ def _sweep(run: Run, spec: Spec) -> None:
         run.skip("sweep", "distckpt tune", error.stderr.strip().splitlines()[-1][:300])
     else:
         found = json.loads(done.stdout)
-        run.record({"kind": "sweep", **found})
+        kept = ("nbytes", "seconds", "trials", "ceilings", "flags", "reasons")
+        run.record({"kind": "sweep", **{name: found[name] for name in kept}})
         run.advised = found["flags"]
     run.seconds["sweep"] = time.monotonic() - started
 

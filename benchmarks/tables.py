@@ -30,12 +30,18 @@ def cell(results: Results, record: Record, figure: str) -> str:
 
 
 def comparison(
-    results: Results, figures: Sequence[str] = tuple(FIGURES)
+    results: Results, figures: Sequence[str] = tuple(FIGURES), noted: Sequence[str] = tuple(FIGURES)
 ) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the comparison of all candidates; numbers in brackets are `numbered`."""
+    """Return head and rows of the comparison of all candidates.
+
+    Args:
+        results: The run.
+        figures: The columns, of which those are left out that nobody has.
+        noted: The figures whose notes are numbered together, as `numbered` does; numbers are in brackets.
+    """
     records = results.measurements(workload=results.compared)
-    numbers = numbered(results)
-    marks = {(candidate, figure): numbers[text] for candidate, figure, text in notes(results)}
+    numbers = numbered(results, noted)
+    marks = {(candidate, figure): numbers.get(text) for candidate, figure, text in notes(results)}
     measured = [
         figure for figure in figures if any(value(results, record, figure) is not None for record in records)
     ]
@@ -49,9 +55,10 @@ def comparison(
     return ["", *(FIGURES[figure].title for figure in measured)], rows
 
 
-def numbered(results: Results) -> dict[str, int]:
-    """Return the number of each note."""
-    return {text: number for number, text in enumerate(dict.fromkeys(note[2] for note in notes(results)), 1)}
+def numbered(results: Results, figures: Sequence[str] = tuple(FIGURES)) -> dict[str, int]:
+    """Return the number of each note on one of these figures."""
+    texts = dict.fromkeys(text for _, figure, text in notes(results) if figure in figures)
+    return {text: number for number, text in enumerate(texts, 1)}
 
 
 def console() -> Console:
@@ -148,17 +155,17 @@ def markdown(files: list[Path]) -> str:
         hardware, config = results.run["hardware"], results.run["config"]
         machine = f"{len(hardware['gpus'])} x {hardware['gpus'][0]}" if hardware["gpus"] else hardware["cpu"]
         record = results.measurements(workload=results.compared)[0]
-        head, body = comparison(results, _README_FIGURES)
+        head, body = comparison(results, _README_FIGURES, _README_FIGURES)
         rows = [head, ["---"] * len(head), *body]
-        ranks = f"{record['ranks']} rank{'s' if record['ranks'] > 1 else ''}"
+        size = f"{record['nbytes'] / GIB / record['ranks']:.2f} GiB"
+        if record["ranks"] > 1:
+            size += f" for each of {record['ranks']} ranks"
         parts.append(
             f"**{machine}**, {hardware['cores']} cores, {config['target'].partition(' ')[0]}, torch "
-            f"{results.run['versions']['torch']}: {record['title']}, "
-            f"{record['nbytes'] / GIB / record['ranks']:.2f} GiB for each of {ranks}\n"
+            f"{results.run['versions']['torch']}: {record['title']}, {size}\n"
         )
         parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
-        used = {text for _, figure, text in notes(results) if figure in _README_FIGURES}
-        texts = [f"[{number}] {text}" for text, number in numbered(results).items() if text in used]
+        texts = [f"[{number}] {text}" for text, number in numbered(results, _README_FIGURES).items()]
         if texts:
             parts.append("  \n".join(texts) + "\n")
     return "\n".join(parts)
@@ -172,8 +179,9 @@ def readme(text: str, tables: str) -> str:
 
 
 def committed() -> list[Path]:
-    """Return the files of results that the README shows."""
-    return sorted(_RESULTS.glob("bench_*.jsonl"))
+    """Return the files of results that the README shows, those of GPUs first."""
+    files = sorted(_RESULTS.glob("bench_*.jsonl"))
+    return sorted(files, key=lambda file: Results(read_records(file)).device != "cuda")
 
 
 def main() -> None:

@@ -52,6 +52,51 @@ def run(script: str, *calls: list[str], folder: Path) -> list[tuple[int, str, st
     return [(status, out, err) for status, out, err in json.loads(done.stdout.splitlines()[-1])]
 
 
+def test_run(tmp_path: Path) -> None:
+    target, out = tmp_path / "target", tmp_path / "results" / "run.jsonl"
+    target.mkdir()
+    command = [
+        sys.executable, str(BENCHMARKS / "run.py"), "--quick", "--minutes", "2.5", "--device", "cpu",
+        "--ranks", "2", "--gib-per-rank", "0.0625", "--target", str(target), "--out", str(out),
+        "--only", "ceilings;candidates", "--candidates", "distckpt;torch.save;s3torchconnector",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [records[0]["kind"], records[-1]["kind"]] == ["run", "end"]
+    found = {record["candidate"]: record for record in records if record["kind"] == "measurement"}
+    assert found.keys() == {"distckpt", "torch.save"}, records
+    for record in found.values():
+        assert record["equal"]
+        assert record["ranks"] == 2
+        assert record["figures"]["durable_s"][0] >= record["figures"]["stall_s"][0] > 0
+        assert record["figures"]["bytes_ratio"][0] >= 1
+    assert found["distckpt"]["of_ceiling"].keys() == {"stall_s", "durable_s", "load_s"}
+    ceilings = {record["name"] for record in records if record["kind"] == "ceiling"}
+    assert ceilings >= {"memcpy", "checksum", "write_buffered", "read"}
+    [skipped] = [record for record in records if record["kind"] == "skipped"]
+    assert skipped["name"] == "s3torchconnector"
+    assert skipped["reason"]
+    assert out.with_suffix(".html").read_text().startswith("<!doctype html>")
+    assert json.loads(out.with_suffix(".trace.json").read_text())["traceEvents"]
+    assert not list(target.iterdir())
+
+
+def test_run_refuses(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    refused = {
+        "nobody": ["--candidates", "dcp.save;nobody"],
+        "nowhere: no such directory": ["--target", "nowhere"],
+        "greater than 0": ["--gib-per-rank", "0"],
+        "have room for": ["--gib-per-rank", "1000000"],
+    }
+    calls = [[*arguments, "--device", "cpu", "--out", str(out)] for arguments in refused.values()]
+    for said, (status, _, errors) in zip(refused, run("run", *calls, folder=tmp_path), strict=True):
+        assert status, errors
+        assert said in f"{status} {errors}"
+    assert not out.exists()
+
+
 def test_themes(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     arguments = ["--smoke", "--disk", str(tmp_path)]
