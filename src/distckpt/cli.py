@@ -743,9 +743,14 @@ def _ending_in_order() -> Iterator[None]:
     """Have what asks the process to end do what Ctrl-C does, so that what was written is removed."""
 
     def interrupt(*_: object) -> None:
+        # A second one would end what the first one has begun: the removal.
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGTERM, signal.SIGHUP)
+    # What is ignored stays so: nohup has its reasons.
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in asked if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = [signal.signal(number, interrupt) for number in numbers]
     try:
         yield

@@ -903,15 +903,18 @@ class _Waves:
             # Waits below: for slabs that several threads build at once.
             self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + wanted * nbytes)
         slots = [self._reserve(nbytes)]
+        pause, end = threading.Event(), time.monotonic() + self._timeout_s
         while len(slots) < wanted:
             taken = self._arena.try_reserve(nbytes, (wanted - len(slots)) * nbytes)
-            if taken is None and not self._arena.is_building:
-                break
-            if taken is None:
-                taken = self._reserve(nbytes)
-            else:
+            if taken is not None:
                 self._ranges.append(taken)
-            slots.append(taken)
+                slots.append(taken)
+            elif self._arena.is_building and time.monotonic() < end:
+                # Not by reserving, which waits until there is room: what is being built may be too small for
+                # a slot, and the rest is this save's own.
+                pause.wait(_SHORTEST_WAIT_FOR_SLOT_S)
+            else:
+                break
         return slots
 
 

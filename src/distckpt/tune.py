@@ -62,6 +62,8 @@ BUCKETS = (8 * _MIB, 32 * _MIB, 128 * _MIB)
 """Bucket sizes that are tried beside the default."""
 _USUAL_BUCKET_BYTES = 32 * _MIB
 """What auto comes to where host memory is not short (`Arena.window_bytes`)."""
+_FEWEST_SPARE = 4
+"""Buckets for which a budget must have room beside a state that is to lie in it as a whole (`Engine`)."""
 _MOST_WORKERS = 8
 _LEAST_BYTES = _MIB
 _MOST_BYTES = 4 * _GIB
@@ -82,7 +84,7 @@ _SHARES = {"workers": 0.55, "buckets": 0.8, "direct": 1.0}
 _SIGMAS = 1.5
 """A standard deviation is about so many median distances."""
 _LEAST_NOISE = 0.02
-_UNKNOWN_NOISE = 0.1
+_UNKNOWN_NOISE = 0.25
 _SCRATCH = ".distckpt-tune-"
 
 
@@ -572,8 +574,14 @@ class _Sweep:
         # What auto comes to is not tried twice; nor what is more than a lane writes.
         usual, share = self._target.part_bytes or _USUAL_BUCKET_BYTES, self.nbytes // incumbent.workers
         sizes = [each for each in buckets if each != usual and each <= share]
+        # One whose state passes through the budget in waves is not like the others.
+        room = available_memory() // 2 - self.nbytes
+        sizes = [each for each in sizes if max(_FEWEST_SPARE, incumbent.workers + 2) * each <= room]
         if not sizes:
-            self._leave(f"{flag} auto", f"{_size(self.nbytes)} are too few to tell sizes apart")
+            self._leave(
+                f"{flag} auto",
+                f"{_size(self.nbytes)} and the memory that is free are too few to tell sizes apart",
+            )
             return incumbent
         if not self._has_time("buckets", incumbent, len(sizes)):
             self._leave(f"{flag} auto", f"no time left of {self._seconds:g} s")

@@ -625,3 +625,10 @@ def test_a_setting_that_storage_cannot_honour_is_refused(tmp_path: Path) -> None
     with StorageWriter() as writer:
         save(STATE, "memory://settings/a", writer, is_async=False)
     StorageReader("memory://settings/a", config).read_metadata()
+
+
+def test_the_largest_buckets_of_a_small_budget_are_not_waited_for(tmp_path: Path) -> None:
+    state = {f"t{number}": torch.zeros(64 * MIB, dtype=torch.uint8) for number in range(8)}
+    settings: dict[str, Any] = {"ckpt_host_memory": "512MiB", "ckpt_bucket_bytes": "128MiB"}
+    with StorageWriter(tmp_path / "checkpoint", distributed_timeout_minutes=0.2, **settings) as writer:
+        state_dict_saver.save(state, storage_writer=writer, no_dist=True)

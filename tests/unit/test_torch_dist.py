@@ -65,6 +65,16 @@ def test_torch_loads_what_is_framed(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert_same(FORMAT.decode(bytearray(data), dtype, shape), tensor)
 
 
+@pytest.mark.parametrize("before", [0, 1, 8, 63])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.complex128], ids=str)
+def test_what_begins_at_any_byte_is_aligned(dtype: torch.dtype, before: int) -> None:
+    tensor = random_tensor(dtype, (257,))
+    view = memoryview(bytearray(before) + framed(tensor))[before:]
+    found = FORMAT.decode(view, dtype, (257,))
+    assert found.data_ptr() % dtype.itemsize == 0
+    assert_same(found.clone(), tensor)
+
+
 @pytest.mark.parametrize("numel", [0, 1 << 16, (1 << 16) + 1])
 def test_an_item_is_as_long_as_what_torch_saves(numel: int) -> None:
     tensor = random_tensor(torch.uint8, (numel,))

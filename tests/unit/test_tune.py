@@ -63,7 +63,7 @@ def test_one_save_that_something_held_up_is_no_noise() -> None:
 def test_noise_of_single_samples_is_assumed() -> None:
     assert noise_of([trial(1, 1.0), trial(2, 3.0)]) == tune._UNKNOWN_NOISE
     assert choose([trial(1, 1.09), trial(2, 1.0)]).workers == 1
-    assert choose([trial(1, 1.11), trial(2, 1.0)]).workers == 2
+    assert choose([trial(1, 1.3), trial(2, 1.0)]).workers == 2
     assert "assumed" in reason_for([trial(1, 1.09), trial(2, 1.0)], {})
     assert "nothing else was tried" in reason_for([trial(3, 1.0)], {})
 

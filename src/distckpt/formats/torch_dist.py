@@ -36,6 +36,10 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 """Their tensors cannot be made without scales, and so have no template."""
 
 
+_ALIGNMENT = 16
+"""Of the address of a tensor's first element: the largest element, complex128, has as many bytes."""
+
+
 class _FramingSink(io.RawIOBase):
     """Keeps what is written, and drops the payload, which `skip_data` seeks over."""
 
@@ -137,6 +141,9 @@ class TorchDist:
             prefix, suffix = _template(dtype, tuple(shape), strides)
             if len(data) == len(prefix) + nbytes + len(suffix) and bytes(data[: len(prefix)]) == prefix:
                 payload = torch.frombuffer(data, dtype=torch.uint8, offset=len(prefix), count=nbytes)
+                if payload.data_ptr() % _ALIGNMENT:
+                    # Items of another tool begin at any byte, and some dtypes are copied by aligned moves.
+                    payload = payload.clone()
                 viewed = torch.empty(0, dtype=dtype, device="cpu")
                 return viewed.set_(payload.untyped_storage(), 0, tuple(shape), strides)
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
