@@ -50,6 +50,13 @@ _MANY = 2.5
 """How many times more often distckpt saves than a state is saved for the other figures."""
 _SECTIONS = ("ceilings", "candidates", "workloads", "training", "sweep", "s3", "mlperf")
 _DEFAULT_SECTIONS = _SECTIONS[:-1]
+_QUICK_SECTIONS = ("ceilings", "candidates", "sweep")
+
+
+def sections(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return what is measured."""
+    found: tuple[str, ...] = arguments.only or (_QUICK_SECTIONS if arguments.quick else _DEFAULT_SECTIONS)
+    return found
 
 
 def command_line(arguments: argparse.Namespace) -> str:
@@ -266,7 +273,7 @@ def _clear(folder: Path) -> None:
 
 def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> None:
     """Measure the sections that were asked for, the most telling first, as long as there is time."""
-    only: tuple[str, ...] = run.arguments.only or _DEFAULT_SECTIONS
+    only = sections(run.arguments)
     plain_s = run.size.save_s
     # A first save, one watched, repetitions, and loads; those of distckpt each beside its ceiling.
     peer_s = run.start_s + 12 * plain_s
@@ -484,7 +491,7 @@ def main() -> None:
         raise SystemExit(f"--target {run.target}: no such directory")
     if run.device == "cuda" and run.ranks > torch.cuda.device_count():
         raise SystemExit(f"--ranks {run.ranks}: there are {torch.cuda.device_count()} GPUs")
-    only = arguments.only or _DEFAULT_SECTIONS
+    only = sections(arguments)
     with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=run.target) as scratch:
         folder = Path(scratch) / "target"
         folder.mkdir()
