@@ -183,7 +183,9 @@ def measure_ceilings(part: Part) -> None:
         try:
             rate = total / seconds()
         except OSError:
-            # All ranks write to one file system, so all get here.
+            # A file system need not have O_DIRECT; all ranks write to one, so all get here.
+            if not direct:
+                raise
             continue
         best[direct] = max(best.get(direct, (0.0, 0)), (rate, threads))
     for direct, (_, threads) in best.items():

@@ -1,4 +1,4 @@
-"""Why a peer is ahead of distckpt in some figure, where somebody has looked into it."""
+"""What is known of why a peer is ahead of distckpt in some figure, and what is not."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ _WAITS = ("dcp.save", "torch.save", "safetensors")
 
 _KEEPS_NOTHING = (
     "takes its memory anew in each save; distckpt takes in its first save what it keeps for all later ones, "
-    "and starts its workers (`prewarm` does both before)"
+    "and starts its workers (after `prewarm` the first call took 0.1 s in place of 0.4)"
 )
 _FEWER_FILES = (
     "has fewer files: distckpt has, beside its data, a manifest for each rank, the record of the commit and "
     "the owner of the directory, on which verification and safe crashes rest"
 )
-_NO_WORKERS = "has no worker processes, of 18 MiB each, and no room for what surrounds a tensor in its file"
+_NO_WORKERS = (
+    "has no worker processes, of 18 MiB each; where that is not all of the difference, the rest was not "
+    "looked into"
+)
 _NO_COPY = "keeps no copy of the state: the trainer waits until all of it is written"
 _BARE = (
     "stores tensors bare; distckpt puts around each what torch.save does, so that stock PyTorch reads it, "
     "and records checksums"
 )
 _NO_CHECKSUM = (
-    "compares nothing with a checksum; distckpt loads nothing of an item before all of it was compared, "
-    "which takes another pass and another copy"
+    "compares no checksums, but without them distckpt loads only a tenth faster: most of the difference was "
+    "not looked into"
 )
 _HANDS_OVER = (
     "returns before it has looked at the state, which may not change until it has copied it: that is its "
     "later stall"
 )
-_ONE_STREAM = "writes one stream without checksums, plans or manifests"
+_ONE_STREAM = (
+    "writes one stream without checksums, plans or manifests; how much each of these makes was not measured"
+)
 
 _REASONS: dict[str, dict[str, str]] = {
     "files": {"": _FEWER_FILES},

@@ -168,6 +168,6 @@ def test_the_readme_shows_the_committed_results() -> None:
     for file in files:
         found = results.Results(results.read_records(file))
         assert all(record["equal"] for record in found.measurements())
-        # Every peer that is ahead somewhere has a reason that somebody has looked for.
+        # Every peer that is ahead somewhere has a note.
         unknown = load("reasons").UNKNOWN
         assert all(unknown not in text for _, _, text in results.notes(found))
