@@ -228,7 +228,7 @@ class Proxy:
         try:
             if "hang" in rule:
                 await self._hang(rule["hang"], request, body, line)
-            response = await self._follow(rule, request, body)
+            response = await self._follow(rule, request, body, line)
             status = response.status
         except OSError:
             # Whatever went wrong on either side: the client learns of it as from a server that is gone.
@@ -236,7 +236,7 @@ class Proxy:
         else:
             return response
         finally:
-            if "hang" not in rule:
+            if "status" not in line and "hang" not in rule:
                 self._write_line(line, body, status)
 
     def _write_line(self, line: dict[str, Any], body: _Body, status: int | None) -> None:
@@ -259,7 +259,9 @@ class Proxy:
             await asyncio.sleep(0.05)
         raise ConnectionResetError
 
-    async def _follow(self, rule: dict[str, Any], request: web.Request, body: _Body) -> web.StreamResponse:
+    async def _follow(
+        self, rule: dict[str, Any], request: web.Request, body: _Body, line: dict[str, Any]
+    ) -> web.StreamResponse:
         await asyncio.sleep(rule.get("delay", 0))
         if rule.get("reset"):
             raise ConnectionResetError
@@ -271,9 +273,11 @@ class Proxy:
             if "retry_after" in rule:
                 answer.headers["Retry-After"] = str(rule["retry_after"])
             return answer
-        return await self._pass_on(rule, request, body)
+        return await self._pass_on(rule, request, body, line)
 
-    async def _pass_on(self, rule: dict[str, Any], request: web.Request, body: _Body) -> web.StreamResponse:
+    async def _pass_on(
+        self, rule: dict[str, Any], request: web.Request, body: _Body, line: dict[str, Any]
+    ) -> web.StreamResponse:
         headers = _own(request.headers)
         async with self._session.request(
             request.method,
@@ -288,6 +292,9 @@ class Proxy:
                 raise ConnectionResetError
             response = web.StreamResponse(status=answer.status)
             response.headers.extend(_own(answer.headers))
+            if request.method != "GET":
+                # Before the client has the answer: whoever waits for that may count requests next.
+                self._write_line(line, body, answer.status)
             await response.prepare(request)
             if request.method != "HEAD":
                 content = _Body(rule, answer.content, answer.content_length or 0, "_answer")
