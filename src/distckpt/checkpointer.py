@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt import observe
 from distckpt.assembly import ReplicasDiffer, StateChanged
-from distckpt.commit import Claim, claim, committed_by, publish, reclaim
+from distckpt.commit import Claim, claim, committed_by, exclusive_of, publish, reclaim
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written
 from distckpt.errors import CheckpointError, ConfigError, MissingRanks, StagingError, clear_frames
@@ -43,6 +43,7 @@ from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.image import lay_out_image
 from distckpt.manifest import METADATA, read_partials, write_manifest
 from distckpt.meeting import Meeting, exchange, hear, tell
+from distckpt.metadata import write_documents
 from distckpt.ownership import Common, Rules, common_from_json, common_to_json, find_common, members_in
 from distckpt.parallel_load import load
 from distckpt.participants import meet
@@ -654,7 +655,12 @@ class Checkpointer:
                 written = Written(lay_out_image([], 1, 1), (), [])
             else:
                 written = self._engine.write_staged(
-                    storage, claimed.save_id, self._rank, residence, meeting.progress
+                    storage,
+                    claimed.save_id,
+                    self._rank,
+                    residence,
+                    meeting.progress,
+                    self._check_of(claimed, storage),
                 )
             # Before the residence is let go: there is no instant at which it is not staged.
             handle._has_arrived = True  # noqa: SLF001 - one room
@@ -703,7 +709,8 @@ class Checkpointer:
         storage = self._open(handle.path)
         claimed = self._claim(storage, meeting)
         try:
-            written = planned.write_through(storage, claimed.save_id, view, meeting.progress)
+            check = self._check_of(claimed, storage)
+            written = planned.write_through(storage, claimed.save_id, view, meeting.progress, check)
             self._publish(handle, planned, storage, written, claimed, meeting)
         except CheckpointError as failure:
             self._failed.add(claimed.save_id)
@@ -721,10 +728,16 @@ class Checkpointer:
                 meeting.say("writing")
                 return Claim(meeting.await_claim(), None, ())
             storage.prepare()
-            claimed = claim(storage, uuid.uuid4().hex)
+            claimed = claim(storage, uuid.uuid4().hex, exclusive=exclusive_of(self._engine.format))
         if not self._is_alone:
             meeting.say("writing", save_id=claimed.save_id)
         return claimed
+
+    def _check_of(self, claimed: Claim, storage: Storage) -> Callable[[], None] | None:
+        """Return what keeps files that readers find by their names from a save that was overtaken."""
+        if self._engine.format.found_by is None:
+            return None
+        return lambda: claimed.check(storage)
 
     def _publish(
         self,
@@ -761,6 +774,8 @@ class Checkpointer:
             data = planned.metadata(manifests, written.names, handle.path, save_id, self._found)
         refs = [manifest.ref for manifest in manifests] or [ref]
         with observe.span("checkpoint.published", save_id=save_id, rank=self._rank):
+            documents = planned.documents(manifests, written.names)
+            refs += write_documents(self._engine, storage, save_id, self._rank, documents)
             publish(storage, data, claimed, refs, self._details(manifests))
         if not self._is_alone:
             facts = self._common_facts(manifests)

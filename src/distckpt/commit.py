@@ -17,9 +17,10 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -32,9 +33,12 @@ from distckpt.manifest import (
     METADATA,
     METADATA_NAME,
     OWNER,
+    PARTIAL_NAME,
     TRAILER,
     UNFINISHED_METADATA_NAME,
+    is_names,
     metadata_name,
+    read_names,
     record_name,
     seal,
     unseal,
@@ -43,6 +47,7 @@ from distckpt.manifest import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from distckpt.formats import Format
     from distckpt.manifest import ManifestRef
     from distckpt.storage import Storage
 
@@ -101,12 +106,14 @@ class Claim:
         rank: None for the whole checkpoint; else the rank that publishes only its own part, uncontested.
         found: What saves before it have left or committed, in an order in which it can be removed.
         unfinished: What they began and neither completed nor gave up (`Storage.unfinished`).
+        marker: A file that keeps readers that go by names from what is not complete, until it is.
     """
 
     save_id: str
     rank: int | None
     found: tuple[str, ...]
     unfinished: tuple[str, ...] = ()
+    marker: str | None = None
 
     def explain(self, storage: Storage, error: BaseException) -> BaseException:
         """Return what `error`, which failed the save, comes from: another one may have swept its files."""
@@ -163,17 +170,92 @@ def _owner(storage: Storage) -> dict[str, Any]:
     return {}
 
 
-def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
+@dataclass(frozen=True)
+class Exclusive:
+    """What a format asks of a directory whose readers take files for a part of the checkpoint by their names.
+
+    Attributes:
+        format: Its name.
+        pattern: The names.
+        marker: A file with `{save_id}` in its name, which such readers cannot read: it stands there as long
+            as the files of a save are not complete.
+    """
+
+    format: str
+    pattern: re.Pattern[str]
+    marker: str
+
+    def check(self, storage: Storage) -> None:
+        """Refuse a directory that holds a checkpoint, or what readers would take for a part of one.
+
+        Raises:
+            CommitError: It does.
+            WriteError: The storage refuses.
+        """
+        if storage.read(METADATA, nbytes=0) is not None:
+            raise CommitError(
+                f"not written: {storage.url} holds a committed checkpoint, and readers of {self.format} find "
+                f"files by their names: they would mix the two; save to another directory, or remove this one"
+            )
+        foreign = [
+            name for name in storage.list() if self.pattern.fullmatch(name) and not IMAGE_NAME.fullmatch(name)
+        ]
+        # Names that any save may use are looked into once it is known which saves have: see `_clear`.
+        if storage.read(OWNER, nbytes=0) is None:
+            self.refuse(storage, foreign, "which no save of distckpt has written")
+
+    def refuse(self, storage: Storage, names: Sequence[str], what: str) -> None:
+        """Refuse a directory that holds `names`, if there are any.
+
+        Raises:
+            CommitError: There are.
+        """
+        if names:
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            raise CommitError(
+                f"not written: {storage.url} holds {names[0]}{others}, {what}: readers of {self.format} "
+                f"would take it for a part of the checkpoint; save to another directory"
+            )
+
+
+def exclusive_of(file_format: Format) -> Exclusive | None:
+    """Return what a format asks of a directory, if it does."""
+    if file_format.found_by is None:
+        return None
+    return Exclusive(file_format.name, file_format.found_by, file_format.marker)
+
+
+def seen_claim(storage: Storage) -> Claim:
+    """Return the claim of whoever has claimed a directory, as another rank of the same save sees it.
+
+    Raises:
+        CommitError: Nobody has.
+        IntegrityError: The owner record is damaged.
+        WriteError: The storage refuses.
+    """
+    save_id = _owner(storage).get("save_id")
+    if save_id is None:
+        raise CommitError(f"not written: nobody has claimed {storage.url}")
+    return Claim(str(save_id), None, ())
+
+
+def claim(
+    storage: Storage, save_id: str, rank: int | None = None, exclusive: Exclusive | None = None
+) -> Claim:
     """Take a directory for the save `save_id`: saves that have claimed it earlier will be refused.
 
     Args:
         storage: The checkpoint's directory, which exists.
         save_id: The save.
         rank: None for the whole checkpoint; else the rank that will publish only its own part.
+        exclusive: What the format asks of the directory; what earlier saves have left there is removed first.
 
     Raises:
+        CommitError: The directory is not what `exclusive` asks for.
         WriteError: The storage refuses.
     """
+    if exclusive is not None:
+        exclusive.check(storage)
     # What is in the way of the publication is found before anything is written.
     storage.read(METADATA, nbytes=0)
     if rank is None:
@@ -182,9 +264,27 @@ def claim(storage: Storage, save_id: str, rank: int | None = None) -> Claim:
         )
         # A save that saw its own claim a moment ago may be about to publish: it does so now, or not at all.
         storage.revoke(METADATA)
-        return Claim(save_id, None, tuple(_find(storage)), tuple(storage.unfinished()))
+        claimed = Claim(save_id, None, tuple(_find(storage)), tuple(storage.unfinished()))
+        return claimed if exclusive is None else _clear(storage, claimed, exclusive)
     # Unfinished files of one rank cannot be told from those that other ranks are writing.
     return Claim(save_id, rank, tuple(_find(storage, rank)))
+
+
+def _clear(storage: Storage, claimed: Claim, exclusive: Exclusive) -> Claim:
+    """Remove what earlier saves have left, before there is anything else.
+
+    Raises:
+        CommitError: Some of it stays, or a save has published meanwhile.
+    """
+    # A save that was about to publish has done so before it was revoked, or never will.
+    exclusive.check(storage)
+    marker = exclusive.marker.format(save_id=claimed.save_id) or None
+    if marker is not None:
+        storage.put(marker, b"unfinished")
+    _remove(storage, claimed.found, "is claimed", claimed.unfinished)
+    left = [name for name in storage.list() if exclusive.pattern.fullmatch(name) and name != marker]
+    exclusive.refuse(storage, left, "which stays, and is not known to be of an earlier save")
+    return replace(claimed, found=(), unfinished=(), marker=marker)
 
 
 def publish(
@@ -208,13 +308,17 @@ def publish(
         WriteError: The storage refuses.
     """
     claimed.check(storage)
-    present = storage.list()
+    listed: dict[str, dict[str, int]] = {}
     for ref in manifests:
         for name, nbytes in ref.files.items():
-            if present.get(name) != nbytes:
+            folder, slash, base = name.rpartition("/")
+            if folder not in listed:
+                listed[folder] = storage.list(folder + slash)
+            found = listed[folder].get(base)
+            if found != nbytes:
                 raise CommitError(
                     f"not published: {storage.url}/{name} should hold {nbytes} bytes and "
-                    f"{'is missing' if name not in present else f'holds {present[name]}'}"
+                    f"{'is missing' if found is None else f'holds {found}'}"
                 )
     data = metadata + TRAILER
     published = metadata_name(claimed.rank)
@@ -226,6 +330,9 @@ def publish(
         **(details or {}),
     }
     storage.put(record_name(data), seal(record))
+    if claimed.marker is not None:
+        # All files are complete and durable: who reads them from now on reads the whole checkpoint.
+        storage.delete(claimed.marker)
     for attempt in range(_PUBLISH_ATTEMPTS):
         try:
             storage.put(published, data, last_check=lambda: claimed.check(storage))
@@ -238,7 +345,8 @@ def publish(
                 raise
     keep = {record_name(data), published}
     for ref in manifests:
-        keep |= {ref.name, ref.name.rpartition("/")[0] + "/", *ref.files}
+        folder = ref.name.rpartition("/")[0] + "/"
+        keep |= {ref.name, folder, *ref.files, *(name for name in claimed.found if is_names(name, folder))}
     _remove(storage, [name for name in claimed.found if name not in keep], "is committed", claimed.unfinished)
 
 
@@ -353,6 +461,7 @@ def sweep(storage: Storage, save_id: str) -> list[str]:
 
 
 def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
+    found = list(found)
     keep = {OWNER}
     # What lies there in place of a file, such as a link, is not listed.
     for name in sorted({METADATA, *filter(METADATA_NAME.fullmatch, storage.list())}):
@@ -366,7 +475,8 @@ def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
             return []
         keep.add(record.name)
         for manifest, sha256 in record.manifests:
-            keep |= {manifest, manifest.rpartition("/")[0] + "/"}
+            folder = manifest.rpartition("/")[0] + "/"
+            keep |= {manifest, folder, *(name for name in found if is_names(name, folder))}
             parsed = read_manifest(storage, manifest, sha256)
             keep |= {file for file, _, _ in extents(storage, manifest, parsed)}
     return [name for name in found if name not in keep]
@@ -387,7 +497,29 @@ def _find(storage: Storage, rank: int | None = None) -> list[str]:
             found.append(name)
     # Metadata first: what has none any more is not taken for a checkpoint that lost its files.
     found.sort(key=lambda name: METADATA_NAME.fullmatch(name) is None)
-    return found + _find_records(storage, rank)
+    records = _find_records(storage, rank)
+    return found + _find_named(storage, records) + records
+
+
+def _find_named(storage: Storage, records: Sequence[str]) -> list[str]:
+    """Return what saves have written under names of their own, as far as it is there, and its directories."""
+    names = {name for record in records for name in read_names(storage, record)}
+    folders: dict[str, set[str]] = {}
+    for name in names:
+        folder, _, base = name.rpartition("/")
+        folders.setdefault(folder, set()).add(base)
+        while folder:
+            folder = folder.rpartition("/")[0]
+            folders.setdefault(folder, set())
+    found = []
+    for folder, bases in folders.items():
+        prefix = f"{folder}/" if folder else ""
+        found += [
+            prefix + entry
+            for entry in storage.list(prefix)
+            if entry in bases or PARTIAL_NAME.sub("", entry) in bases
+        ]
+    return found + [f"{folder}/" for folder in sorted(folders, key=len, reverse=True) if folder]
 
 
 def _find_records(storage: Storage, rank: int | None) -> list[str]:

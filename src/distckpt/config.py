@@ -209,9 +209,19 @@ class CheckpointConfig:
     ckpt_format: str = field(
         default="torch_dist",
         metadata=_describe(
-            "layout of the files: torch_dist, which stock PyTorch reads",
-            _one_of(("torch_dist",), planned=("safetensors", "zarr")),
+            "layout of the files: torch_dist, which stock PyTorch reads, or safetensors",
+            _one_of(("torch_dist", "safetensors"), planned=("zarr",)),
             metavar="FORMAT",
+        ),
+    )
+    ckpt_objects: str = field(
+        default="auto",
+        metadata=_describe(
+            "what becomes of Python objects, and of tensors that the format does not hold: refuse, or "
+            "sidecar, which puts them into files of torch_dist beside the others. auto: torch_dist holds "
+            "all, safetensors refuses",
+            _one_of(("auto", "refuse", "sidecar")),
+            metavar="WHAT",
         ),
     )
     ckpt_host_memory: str | int = field(
@@ -308,6 +318,10 @@ class CheckpointConfig:
             raise ConfigError(
                 f"ckpt_worker_cores: only worker processes can be pinned, got {self.ckpt_worker_cores!r}: "
                 "dist_ckpt_workers=1 writes in the calling process"
+            )
+        if self.ckpt_objects != "auto" and self.ckpt_format == "torch_dist":
+            raise ConfigError(
+                f"ckpt_objects: torch_dist holds objects as they are, got {self.ckpt_objects!r}: leave it out"
             )
         budget_bytes, _ = _parse_memory("ckpt_host_memory", self.ckpt_host_memory)
         if budget_bytes:
@@ -413,6 +427,11 @@ class CheckpointConfig:
                 f"got {self.ckpt_bucket_bytes!r}"
             )
         return nbytes
+
+    @property
+    def puts_objects_aside(self) -> bool:
+        """Whether what the format does not hold is written beside its files."""
+        return self.ckpt_format == "torch_dist" or self.ckpt_objects == "sidecar"
 
     def worker_cores(self) -> tuple[int, ...]:
         """Resolve `ckpt_worker_cores`.

@@ -35,10 +35,11 @@ from distckpt.arena import EXTENT_BYTES, PAGE_BYTES, Arena, Range, align, availa
 from distckpt.config import local_ranks
 from distckpt.coordination import ProgressDeadline
 from distckpt.device import Transfer, refuse_capture
-from distckpt.errors import WorkerDied, WriteError
-from distckpt.formats import Format, open_format
+from distckpt.errors import StagingError, WorkerDied, WriteError
+from distckpt.formats import Documents, FileFormat, Format, open_format
 from distckpt.image import Image, ImagePart, lay_out_image
 from distckpt.lanes import Lanes, open_lanes
+from distckpt.manifest import names_name, write_names
 from distckpt.staging import CopyTicket, HostCopy, Item, StagedUse, Stager
 from distckpt.watchdog import Standing, Watchdog
 from distckpt.worker import CHECKSUM_BLOCK_BYTES, Board, Job, Part, Plan
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from distckpt.storage import Storage
 
 _LOG = logging.getLogger(__name__)
+_TORCH_DIST = open_format("torch_dist")
 _SHORTEST_WAIT_FOR_SLOT_S = 0.001
 _LONGEST_WAIT_FOR_SLOT_S = 0.008
 """Half the slots are full meanwhile."""
@@ -110,6 +112,12 @@ class Written:
     def files(self) -> dict[str, int]:
         """Size in bytes of each file, by name."""
         return {name: file.nbytes for name, file in zip(self.names, self.image.files, strict=True)}
+
+    @property
+    def headers(self) -> list[int]:
+        """For each file the bytes before its first item; nothing if there are none in any."""
+        headers = [len(file.header) for file in self.image.files]
+        return headers if any(headers) else []
 
 
 class Residence:
@@ -329,7 +337,10 @@ class Residence:
         self.plan = Plan(
             self.plan_id,
             tuple(file.nbytes for file in self.image.files),
-            tuple(Part(part.file, part.low, tuple(part.pieces), tuple(part.spans)) for part in parts),
+            tuple(
+                Part(part.file, part.low, tuple(part.pieces), tuple(part.spans), part.sealed)
+                for part in parts
+            ),
             (board_range.slab, board_range.offset),
         )
 
@@ -383,6 +394,7 @@ class Engine:
         stager: Fills it.
         lanes: Take it to storage.
         file_format: Frames the items.
+        puts_aside: Whether what the format does not hold is written all the same, in files of torch_dist.
         checksums: Whether to take checksums.
         timeout_s: Seconds without progress after which any wait fails.
     """
@@ -394,10 +406,12 @@ class Engine:
         stager: Stager,
         lanes: Lanes,
         file_format: Format,
+        puts_aside: bool = True,
         checksums: bool,
         timeout_s: float,
     ) -> None:
         self.format = file_format
+        self._puts_aside = puts_aside
         self.arena = arena
         self.stager = stager
         self.lanes = lanes
@@ -437,6 +451,7 @@ class Engine:
             stager=stager,
             lanes=open_lanes(config.dist_ckpt_workers, arena.slabs, timeout_s, config.worker_cores()),
             file_format=file_format,
+            puts_aside=config.puts_objects_aside,
             checksums=config.ckpt_checksum != "none",
             timeout_s=timeout_s,
         )
@@ -444,6 +459,22 @@ class Engine:
     def item(self, data: Any) -> Item:
         """Frame a raw tensor of any device (see `staging.is_raw`)."""
         return self.stager.item(data)
+
+    def check_aside(self, fqn: str, what: str) -> None:
+        """Refuse an entry that the format does not hold, unless such ones are put aside.
+
+        Args:
+            fqn: The entry.
+            what: What it is.
+
+        Raises:
+            StagingError: They are not.
+        """
+        if not self._puts_aside:
+            raise StagingError(
+                f"{fqn!r} is {what}, which {self.format.name} does not hold: leave it out, save as "
+                f"torch_dist, or have it put aside into a file of torch_dist (--ckpt-objects sidecar)"
+            )
 
     def prewarm(
         self, sizes: Sequence[int], devices: Collection[torch.device] = (), *, before_plan: bool = False
@@ -483,7 +514,13 @@ class Engine:
         return staged, ticket
 
     def lay_out(
-        self, storage: Storage, items: Sequence[Item], late: Collection[int] = (), extent_bytes: int = 0
+        self,
+        storage: Storage,
+        items: Sequence[Item],
+        late: Collection[int] = (),
+        extent_bytes: int = 0,
+        *,
+        are_documents: bool = False,
     ) -> Image:
         """Lay out the files of one rank for what `storage` takes; see `image.lay_out_image`.
 
@@ -492,18 +529,25 @@ class Engine:
             items: What they hold.
             late: Numbers of those that lie together.
             extent_bytes: About how many bytes of each file are staged in turn; at least a part.
+            are_documents: Whether they are the small files of a format, and not its items.
         """
         homes = [item.home for item in items]
         late = frozenset(late)
+        own_format: FileFormat | None = None if self.format.name == _TORCH_DIST.name else self.format
+        if are_documents:
+            own_format = Documents()
         return lay_out_image(
             [item.size for item in items],
             self.lanes.count,
             self.part_bytes,
+            file_format=own_format,
+            entries=() if own_format is None else [item.entry for item in items],
             whole_parts=storage.part_bytes if storage.part_bytes(0) else None,
             order=[index in late for index in range(len(items))] if late else (),
             homes=homes if any(homes) else (),
             run=max(1, extent_bytes // self.part_bytes),
             checksums=self._checksums,
+            are_documents=are_documents,
         )
 
     def reside(self, storage: Storage, items: Sequence[Item], late: Collection[int] = ()) -> Residence | None:
@@ -570,6 +614,9 @@ class Engine:
         rank: int,
         items: Sequence[Item],
         tell: Callable[[int, int], None] | None = None,
+        check: Callable[[], None] | None = None,
+        *,
+        are_documents: bool = False,
     ) -> Written | None:
         """Write `items` durably; the names of their files are durable with the next `Storage.put`.
 
@@ -579,6 +626,9 @@ class Engine:
             rank: For names and messages.
             items: What to write, staged or not.
             tell: Is told now and then, on another thread, of bytes written and to be written.
+            check: Called when the files are there, empty, and again before they are completed; raises if they
+                must not be.
+            are_documents: As for `lay_out`.
 
         Returns:
             What was written; None without items.
@@ -592,12 +642,12 @@ class Engine:
             return None
         with self._turn(storage, rank, tell):
             with observe.span("image.laid_out", save_id=save_id, rank=rank), collector_paused():
-                image = self.lay_out(storage, items)
+                image = self.lay_out(storage, items, are_documents=are_documents)
             waves = _Waves(self, image, items, storage.in_flight)
             try:
                 with observe.span("memory.awaited", save_id=save_id, rank=rank):
                     waves.open()
-                written = self._finish(_Run(self, storage, save_id, rank, image, waves))
+                written = self._finish(_Run(self, storage, save_id, rank, image, waves, check))
             except BaseException:
                 waves.abandon()
                 raise
@@ -613,6 +663,7 @@ class Engine:
         rank: int,
         residence: Residence,
         tell: Callable[[int, int], None] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> Written:
         """Write what was staged in `residence`, once for each staging, successful or not; see `write`.
 
@@ -622,12 +673,13 @@ class Engine:
             rank: As for `write`.
             residence: Holds it.
             tell: As for `write`.
+            check: As for `write`.
 
         Returns:
             What was written.
         """
         with self._turn(storage, rank, tell):
-            return self._finish(_Run(self, storage, save_id, rank, residence.image, residence))
+            return self._finish(_Run(self, storage, save_id, rank, residence.image, residence, check))
 
     def drop(self, residence: Residence) -> None:
         """Give up `residence`, which no save uses any more."""
@@ -702,7 +754,10 @@ class Engine:
 
     def names(self, save_id: str, rank: int, image: Image) -> tuple[str, ...]:
         """Return the names of the files of `image` in the save `save_id`, which no other save ever has."""
-        return tuple(f"__{rank}_{number}{self.format.suffix}.{save_id}" for number in range(len(image.files)))
+        return tuple(
+            file.name or (_TORCH_DIST if file.is_aside else self.format).image_name(rank, number, save_id)
+            for number, file in enumerate(image.files)
+        )
 
     def create_files(
         self, storage: Storage, save_id: str, rank: int, image: Image
@@ -714,6 +769,9 @@ class Engine:
         """
         names = self.names(save_id, rank, image)
         tokens: list[str] = []
+        chosen = [file.name for file in image.files if file.name]
+        if chosen:
+            write_names(storage, names_name(save_id, rank, are_documents=image.are_documents), chosen)
         try:
             for name, file in zip(names, image.files, strict=True):
                 tokens.append(storage.create_image(name, file.nbytes))
@@ -806,7 +864,10 @@ class _Waves:
         self.plan = Plan(
             self.plan_id,
             tuple(file.nbytes for file in self.image.files),
-            tuple(Part(part.file, part.low, tuple(part.pieces), tuple(part.spans)) for part in parts),
+            tuple(
+                Part(part.file, part.low, tuple(part.pieces), tuple(part.spans), part.sealed)
+                for part in parts
+            ),
             (board_range.slab, board_range.offset),
         )
         self._transfer.begin()
@@ -929,7 +990,9 @@ class _Run:
         rank: int,
         image: Image,
         memory: Residence | _Waves,
+        check: Callable[[], None] | None,
     ) -> None:
+        self._check = check or (lambda: None)
         self._engine = engine
         self._lanes = engine.lanes
         self._storage = storage
@@ -953,6 +1016,7 @@ class _Run:
                 self._storage, self._save_id, self._rank, self._image
             )
         try:
+            self._check()
             with self._naming():
                 if not memory.is_known_to_lanes:
                     self._lanes.add_plan(memory.plan)
@@ -969,6 +1033,7 @@ class _Run:
                     )
                 )
                 self._push_and_wait()
+                self._check()
                 with observe.span("files.completed", save_id=self._save_id, rank=self._rank):
                     for number, file in enumerate(self._image.files):
                         self._storage.complete_image(
@@ -1077,8 +1142,7 @@ class _Run:
     def _packed_checksums(self) -> list[bytes]:
         board = self._memory.board
         return [
-            b"".join(board.checksums(part, part + 1) for part in self._image.parts_of(file))
-            for file in range(len(self._image.files))
+            b"".join(board.checksums(part, part + 1) for part in parts) for parts in self._image.parts_by_file
         ]
 
     def _abandon(self) -> None:

@@ -11,14 +11,17 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from distckpt.formats import lay_out
+from distckpt.formats import FileLayout, lay_out
 from distckpt.plan import pack
 from distckpt.worker import ZEROS, block_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from distckpt.formats import Entry, FileFormat
 
 _MAX_PIECES = 4096
 
@@ -32,12 +35,20 @@ class ImageFile:
         offsets: Where each begins, in bytes from the start of the file.
         nbytes: Size of the file.
         num_unstaged: How many items are to be staged; the others are in the arena already.
+        header: Its first bytes.
+        is_sealed: Whether its last bytes are the checksum of all before them; see `worker.Part.sealed`.
+        name: Its name, if the format says it.
+        is_aside: Whether it holds what the format of the save does not, in the manner of torch_dist.
     """
 
     items: list[int]
     offsets: list[int]
     nbytes: int
     num_unstaged: int
+    header: bytes = b""
+    is_sealed: bool = False
+    name: str = ""
+    is_aside: bool = False
 
 
 @dataclass
@@ -50,6 +61,7 @@ class ImagePart:
         high: Byte after the last.
         spans: Flat (start, bytes) within the part, one for each checksum.
         pieces: Where its bytes are, if they are in the arena already (see `worker.Part`); else empty.
+        sealed: See `worker.Part.sealed`.
     """
 
     file: int
@@ -57,6 +69,7 @@ class ImagePart:
     high: int
     spans: list[int]
     pieces: list[tuple[int, int, int]]
+    sealed: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -77,20 +90,26 @@ class Image:
         sizes: Bytes of each item, framing included.
         files: The files.
         parts: All parts, in the order of staging.
+        are_documents: Whether the files are the small ones of a format, and not those that hold its items.
     """
 
     sizes: list[int]
     files: list[ImageFile]
     parts: list[ImagePart]
+    are_documents: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
-    def parts_of(self, file: int) -> list[int]:
-        """Return the numbers of the parts of a file, in ascending order of their bytes."""
-        return [number for number, part in enumerate(self.parts) if part.file == file]
+    @cached_property
+    def parts_by_file(self) -> list[list[int]]:
+        """For each file the numbers of its parts, in ascending order of their bytes."""
+        numbers: list[list[int]] = [[] for _ in self.files]
+        for number, part in enumerate(self.parts):
+            numbers[part.file].append(number)
+        return numbers
 
     def places(self) -> tuple[list[int], list[int]]:
         """Return the file and the offset of each item, in the order of the items."""
@@ -106,11 +125,14 @@ def lay_out_image(
     num_files: int,
     part_bytes: int,
     *,
+    file_format: FileFormat | None = None,
+    entries: Sequence[Entry | None] = (),
     order: Sequence[int] = (),
     homes: Sequence[tuple[int, int] | None] = (),
     run: int = 1,
     checksums: bool = True,
     whole_parts: Callable[[int], int] | None = None,
+    are_documents: bool = False,
 ) -> Image:
     """Lay out the files of one rank.
 
@@ -118,26 +140,47 @@ def lay_out_image(
         sizes: Bytes of each item, framing included.
         num_files: Number of files, at most.
         part_bytes: Bytes of a part, at most; a multiple of the checksum block.
+        file_format: Lays out the files; None: one item after the other, as torch_dist has it.
+        entries: For each item what a file of this format says of it; None puts it aside.
         order: For each item a class; within a file those of one class lie together, in ascending order.
         homes: For each item (slab, offset in the slab) at which it lies in the arena already, or None.
         run: How many parts of each file are staged in turn.
         checksums: Whether checksums are taken.
         whole_parts: If every part of a file but its last must have the same number of bytes: given the bytes
             of the file, returns that number. What is staged already has files of its own then.
+        are_documents: See `Image`.
 
     Returns:
         The image.
     """
     files, parts_by_file = [], []
-    for number, indices in enumerate(_pack(sizes, num_files, homes if whole_parts else ())):
+    packed = _pack(sizes, num_files, entries, homes if whole_parts else (), file_format)
+    for number, (is_aside, indices) in enumerate(packed):
+        own_format = None if is_aside else file_format
+        if own_format is not None:
+            ranks = {index: own_format.order(sizes[index], _entry(entries, index)) for index in indices}
+            indices.sort(key=ranks.__getitem__)
         if order:
             indices.sort(key=order.__getitem__)
         if homes:
             # What is not staged yet first: what was staged then lies in one stretch.
             indices.sort(key=lambda index: homes[index] is not None)
         num_unstaged = sum(homes[index] is None for index in indices) if homes else len(indices)
-        layout = lay_out([sizes[index] for index in indices])
-        file = ImageFile(indices, layout.offsets, layout.nbytes, num_unstaged)
+        own_sizes = [sizes[index] for index in indices]
+        if own_format is None:
+            layout = FileLayout(*lay_out(own_sizes))
+        else:
+            layout = own_format.lay_out(own_sizes, [_entry(entries, index) for index in indices])
+        file = ImageFile(
+            indices,
+            layout.offsets,
+            layout.nbytes,
+            num_unstaged,
+            layout.header,
+            layout.is_sealed and checksums,
+            layout.name,
+            is_aside,
+        )
         files.append(file)
         size = whole_parts(file.nbytes) if whole_parts else part_bytes
         parts_by_file.append(
@@ -147,19 +190,44 @@ def lay_out_image(
     parts = [
         part for first in range(0, longest, run) for own in parts_by_file for part in own[first : first + run]
     ]
-    return Image(list(sizes), files, parts)
+    image = Image(list(sizes), files, parts, are_documents)
+    for number, file in enumerate(files):
+        if file.is_sealed and checksums:
+            *before, last = image.parts_by_file[number]
+            parts[last].sealed = tuple(before)
+    return image
 
 
-def _pack(sizes: Sequence[int], num_files: int, homes: Sequence[object | None]) -> list[list[int]]:
-    """Distribute items over files: those that have a home and those that have none over different ones."""
-    if all(homes) or not any(homes):
-        return pack(sizes, num_files)
-    packed = []
-    for has_home in (False, True):
-        indices = [index for index, home in enumerate(homes) if (home is not None) is has_home]
-        own = pack([sizes[index] for index in indices], num_files)
-        packed += [[indices[place] for place in places] for places in own]
-    return packed
+def _pack(
+    sizes: Sequence[int],
+    num_files: int,
+    entries: Sequence[Entry | None],
+    homes: Sequence[object | None],
+    file_format: FileFormat | None,
+) -> Iterator[tuple[bool, list[int]]]:
+    """Distribute items over files, and yield which lie in each, and whether these are put aside.
+
+    Items that have a home and those that have none are in different files, as are those of the format and
+    those put aside.
+    """
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for index in range(len(sizes)):
+        is_aside = file_format is not None and entries[index] is None
+        kinds.setdefault((is_aside, bool(homes) and homes[index] is not None), []).append(index)
+    for (is_aside, _), indices in sorted(kinds.items()):
+        for places in pack([sizes[index] for index in indices], num_files):
+            own = [indices[place] for place in places]
+            if file_format is None or is_aside:
+                yield is_aside, own
+                continue
+            for split in file_format.split([_entry(entries, index) for index in own]):
+                yield False, [own[place] for place in split]
+
+
+def _entry(entries: Sequence[Entry | None], index: int) -> Entry:
+    entry = entries[index]
+    assert entry is not None, "what has none is put aside"
+    return entry
 
 
 def _parts(
@@ -175,8 +243,10 @@ def _parts(
     count = file.num_unstaged
     end = file.nbytes if count == len(file.items) else file.offsets[count]
     part = ImagePart(number, 0, min(part_bytes, end), [], [])
-    for index, start in zip(file.items[:count], file.offsets[:count], strict=True):
-        for offset, nbytes in block_spans(start, sizes[index]):
+    places = [(0, len(file.header))] if file.header else []
+    places += zip(file.offsets[:count], (sizes[index] for index in file.items[:count]), strict=True)
+    for start, size in places:
+        for offset, nbytes in block_spans(start, size):
             while offset >= part.high:
                 yield part
                 part = ImagePart(number, part.high, min(part.high + part_bytes, end), [], [])

@@ -213,13 +213,16 @@ def read_manifest(storage: Storage, name: str, sha256: str) -> dict[str, Any]:
     return parse(storage, name, data)
 
 
+HEADER = -1
+
+
 class Extent(NamedTuple):
     """One item in a file, as a manifest says.
 
     Attributes:
         offset: Bytes from the start of the file.
         nbytes: Its bytes.
-        number: Its place in the columns of the manifest.
+        number: Its place in the columns of the manifest; `HEADER` for the bytes before the items.
         checksums: CRC32C of its blocks; empty without checksums.
     """
 
@@ -256,6 +259,10 @@ def _extents(storage: Storage, manifest: dict[str, Any]) -> Iterator[tuple[str, 
         if file < 0 or size < 0:
             raise ValueError(f"item {number} lies in file {file} with {size} bytes")
         spans[file].append((offset, size, number))
+    headers = manifest.get("headers") or [0] * len(files)
+    for own, size in zip(spans, headers, strict=True):
+        if size:
+            own.append((0, size, HEADER))
     columns = [base64.b64decode(text, validate=True) for text in manifest["checksums"]]
     has_checksums = any(columns)
     for (name, nbytes), file_spans, packed in zip(files.items(), spans, columns, strict=True):

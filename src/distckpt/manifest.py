@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distckpt.errors import CheckpointError, CommitError, IntegrityError
+from distckpt.storage import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -30,8 +31,15 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 FOLDER = ".distckpt/"
 OWNER = FOLDER + "owner"
-IMAGE_NAME = re.compile(r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?")
+IMAGE_NAME = re.compile(
+    r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?"
+    r"|shard-\d+-\d+-[0-9a-f]+\.safetensors"
+    r"|unfinished-[0-9a-f]+\.safetensors"
+)
 """With the id of a save: ours. Without: of stock PyTorch, whose checkpoint a save in its place replaces."""
+NAMES_NAME = re.compile(r"names-\d+(-documents)?\.json")
+PARTIAL_NAME = re.compile(r"\.[0-9a-f]+\.tmp$")
+"""Ends the name of a file that is to get its own when it is complete."""
 METADATA_NAME = re.compile(r"(?:__(\d+))?\.metadata")
 UNFINISHED_METADATA_NAME = re.compile(METADATA_NAME.pattern + r"\.[0-9a-f]+\.tmp")
 VERSION = 3
@@ -174,6 +182,8 @@ class Manifest:
             `worker.block_spans` cuts them, packed as little-endian uint32. Without checksums: b"" for each.
         items: Where the items lie.
         shares: What this rank relies upon, where others write what it has as well (see `ownership.Shares`).
+        headers: For each file the bytes before its first item, which have checksums of their own; empty if
+            no file has any.
     """
 
     save_id: str
@@ -184,6 +194,7 @@ class Manifest:
     checksums: list[bytes]
     items: ItemTable
     shares: Mapping[str, Any] = field(default_factory=dict)
+    headers: Sequence[int] = ()
 
     def to_json(self) -> bytes:
         """Return the manifest as it stands on storage; `items` is not encoded a second time."""
@@ -197,6 +208,7 @@ class Manifest:
             "shares": self.shares,
             "files": self.files,
             "checksums": [base64.b64encode(packed).decode("ascii") for packed in self.checksums],
+            **({"headers": self.headers} if self.headers else {}),
         })  # fmt: skip
         return b"".join((head[:-1], _ITEMS, self.items.json, b"}"))
 
@@ -228,17 +240,53 @@ def plan_digest(fqns: Sequence[str], kinds: Iterable[Hashable]) -> str:
     return hashlib.sha256(repr((fqns, sequence, list(numbers))).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def manifest_name(save_id: str, rank: int) -> str:
-    """Return the name of the manifest of `rank` in the save `save_id`."""
-    return f"{FOLDER}{save_id}/rank-{rank:05}.json"
+def manifest_name(save_id: str, rank: int, *, of_documents: bool = False) -> str:
+    """Return the name of the manifest of `rank` in the save `save_id`, or of that of its documents."""
+    return f"{FOLDER}{save_id}/rank-{rank:05}{'-documents' if of_documents else ''}.json"
 
 
-def write_manifest(storage: Storage, manifest: Manifest) -> ManifestRef:
+def write_manifest(storage: Storage, manifest: Manifest, *, of_documents: bool = False) -> ManifestRef:
     """Make `manifest`, and with it the names of all files that it lists, durable."""
-    name = manifest_name(manifest.save_id, manifest.rank)
+    name = manifest_name(manifest.save_id, manifest.rank, of_documents=of_documents)
     data = manifest.to_json()
     storage.put(name, data)
     return ManifestRef(name, hashlib.sha256(data).hexdigest(), manifest.files)
+
+
+def names_name(save_id: str, rank: int, *, are_documents: bool = False) -> str:
+    """Return the name of the list of names that `rank` writes to in the save `save_id`."""
+    return f"{FOLDER}{save_id}/names-{rank:05}{'-documents' if are_documents else ''}.json"
+
+
+def is_names(name: str, folder: str) -> bool:
+    """Say whether `name` is that of a list of names of the save with this folder."""
+    return name.startswith(folder) and NAMES_NAME.fullmatch(name.removeprefix(folder)) is not None
+
+
+def write_names(storage: Storage, name: str, names: Sequence[str]) -> None:
+    """Make durable what a save is about to write under names by which it could not be told to be of a save.
+
+    Args:
+        storage: The checkpoint's directory.
+        name: Of the list.
+        names: What it lists.
+    """
+    storage.put(name, seal({"names": list(names)}))
+
+
+def read_names(storage: Storage, name: str) -> list[str]:
+    """Return what a list of names lists; nothing if it is none, or is not what was written."""
+    if NAMES_NAME.fullmatch(name.rpartition("/")[2]) is None:
+        return []
+    try:
+        data = storage.read(name)
+        listed = [] if data is None else unseal(storage, name, data).get("names")
+        names = [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else []
+        for each in names:
+            check_name(storage.url, each)
+    except CheckpointError:
+        return []
+    return [each for each in names if not each.startswith(FOLDER) and not METADATA_NAME.fullmatch(each)]
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from distckpt.errors import CheckpointError, CommitError, IntegrityError, StagingError
-from distckpt.formats import Frame
+from distckpt.formats import Entry, Frame
 from distckpt.geometry import misfit
-from distckpt.manifest import ItemTable, Manifest, plan_digest
+from distckpt.manifest import ItemTable, Manifest, plan_digest, write_manifest
 from distckpt.staging import Item, StagingFailure, is_raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.checkpoint.storage import WriteResult
 
     from distckpt.engine import Engine, Written
+    from distckpt.manifest import ManifestRef
+    from distckpt.storage import Storage
 
 _NOT_THERE = object()
 _HIDDEN = ("__bases__", "__name__", "__qualname__")
@@ -73,7 +75,9 @@ def resolve_items(
         data: Any = planner.resolve_data(write_item)
         if isinstance(data, StagingFailure):
             raise data.error
+        fqn = write_item.index.fqn
         if write_item.type is WriteItemType.BYTE_IO:
+            engine.check_aside(fqn, "a Python object")
             items.append(Item(Frame(bytes(data.getbuffer()), b"")))
             continue
         planned = write_item.tensor_data
@@ -87,10 +91,21 @@ def resolve_items(
             if data.dtype != planned.properties.dtype:
                 dtypes[write_item.index.fqn] = data.dtype
         try:
-            items.append(engine.item(data) if is_raw(data) else _saved(data))
+            items.append(_item(engine, write_item, data))
         except StagingError as error:
-            raise StagingError(f"{write_item.index.fqn!r}: {error} (rank {rank})", rank=rank) from error
+            raise StagingError(f"{fqn!r}: {error} (rank {rank})", rank=rank) from error
     return items, dtypes
+
+
+def _item(engine: Engine, write_item: WriteItem, data: torch.Tensor) -> Item:
+    if not (is_raw(data) and engine.format.holds(data.dtype)):
+        engine.check_aside(write_item.index.fqn, f"a tensor of {data.dtype}, {data.layout}")
+        return _saved(data)
+    item = engine.item(data)
+    planned = write_item.tensor_data
+    offsets = (0,) * data.dim() if planned is None else tuple(planned.chunk.offsets)
+    item.entry = Entry(write_item.index.fqn, data.dtype, tuple(data.shape), offsets)
+    return item
 
 
 def _saved(data: torch.Tensor) -> Item:
@@ -120,6 +135,7 @@ def manifest_of(
         ),
         files=written.files,
         checksums=written.checksums,
+        headers=written.headers,
         items=ItemTable(
             fqns=fqns,
             chunks=[item.index.offset for item in write_items],
@@ -128,6 +144,46 @@ def manifest_of(
             sizes=written.image.sizes,
         ),
     )
+
+
+def write_documents(
+    engine: Engine, storage: Storage, save_id: str, rank: int, documents: Mapping[str, bytes]
+) -> list[ManifestRef]:
+    """Write the small files by which readers of a format find their way.
+
+    Args:
+        engine: Writes them.
+        storage: Where to.
+        save_id: The save.
+        rank: Who writes them.
+        documents: Their bytes, by name; the last one is seen last.
+
+    Returns:
+        Their manifest, if there are any.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    items = []
+    for name, data in documents.items():
+        items.append(Item(Frame(data, b"")))
+        items[-1].entry = Entry(name, torch.uint8, (len(data),), (0,))
+    written = engine.write(storage, save_id, rank, items, are_documents=True)
+    if written is None:
+        return []
+    files, offsets = written.image.places()
+    names = list(documents)
+    table = ItemTable(names, [None] * len(names), files, offsets, written.image.sizes)
+    manifest = Manifest(
+        save_id=save_id,
+        rank=rank,
+        format="documents",
+        plan=plan_digest(names, [None] * len(names)),
+        files=written.files,
+        checksums=written.checksums,
+        items=table,
+    )
+    return [write_manifest(storage, manifest, of_documents=True)]
 
 
 def merge_results(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import threading
 import time
 import uuid
@@ -37,7 +38,7 @@ from distckpt.signature import Signature, View
 from distckpt.staging import is_raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from distckpt.image import Image
     from distckpt.manifest import PartialManifest
@@ -308,12 +309,17 @@ class PlannedState:
         return str(self._write_items[number].index.fqn)
 
     def write_through(
-        self, storage: Storage, save_id: str, view: View, tell: Callable[[int, int], None]
+        self,
+        storage: Storage,
+        save_id: str,
+        view: View,
+        tell: Callable[[int, int], None],
+        check: Callable[[], None] | None = None,
     ) -> Written:
         """Stage and write in waves the state that `view` has walked."""
         self._take_tensors(view, range(len(self.items)))
         try:
-            written = self._engine.write(storage, save_id, self.rules.rank, self.items, tell)
+            written = self._engine.write(storage, save_id, self.rules.rank, self.items, tell, check)
         finally:
             self.release_tensors()
         assert written is not None
@@ -338,6 +344,7 @@ class PlannedState:
             plan=self._digest,
             files=written.files,
             checksums=written.checksums,
+            headers=written.headers,
             items=self._table,
             shares=self.shares._asdict(),
         )
@@ -379,6 +386,24 @@ class PlannedState:
         _, data, mark, earlier_id = self._template
         return data.replace(earlier_id.encode(), save_id.encode()).replace(mark.encode(), data_path)
 
+    def documents(self, manifests: list[PartialManifest], names: tuple[str, ...]) -> dict[str, bytes]:
+        """Return the small files that readers of the format want beside those of one save.
+
+        Args:
+            manifests: As for `metadata`.
+            names: As for `metadata`.
+        """
+        if self._engine.format.found_by is None:
+            return {}
+        assert self._table is not None
+        own = self._table
+        tables = [(names, own.fqns, own.chunks, own.item_files, own.sizes)] if not manifests else []
+        for manifest in manifests:
+            table = json.loads(manifest.items)
+            columns = (table[name] for name in ("fqns", "chunks", "item_files", "sizes"))
+            tables.append((tuple(manifest.ref.files), *columns))
+        return self._engine.format.documents(places_of(tables))
+
     def foresee_metadata(self, path: str) -> None:
         """Make on the caller's thread what takes long for many items and is the same for every save."""
         if self._template is None and self._metadata is not None and self._residences:
@@ -399,6 +424,22 @@ class PlannedState:
             )
         }
         return metadata
+
+
+def places_of(
+    tables: Iterable[tuple[Sequence[str], list[str], list[Any], list[int], list[int]]],
+) -> dict[str, list[tuple[str, int]]]:
+    """Return where the chunks of each tensor lie, as `Format.documents` wants it.
+
+    Args:
+        tables: Of each rank: names of its files; name, offsets, file and bytes of each item.
+    """
+    places: dict[str, list[tuple[str, int]]] = {}
+    for names, fqns, chunks, files, sizes in tables:
+        for fqn, chunk, file, nbytes in zip(fqns, chunks, files, sizes, strict=True):
+            if chunk is not None:
+                places.setdefault(fqn, []).append((names[file], nbytes))
+    return places
 
 
 def _keys_along(path: Sequence[Any], state: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from distckpt.config import CheckpointConfig
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
-from distckpt.formats import open_format
+from distckpt.formats import format_of
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import metadata_name
 from distckpt.metadata import unpickle_metadata
@@ -146,7 +146,6 @@ class StorageReader(TorchStorageReader):
         self._storage_options = dict(storage_options or {})
         self._path = path
         self._verify = verify
-        self._format = open_format(self._config.ckpt_format)
         if path is not None:
             open_storage(path, self._storage_options)
         self._forget()
@@ -401,7 +400,7 @@ class StorageReader(TorchStorageReader):
         assert isinstance(entry, TensorStorageMetadata)
         chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
         with self._loading(info, fqn):
-            source = self._format.decode(
+            source = format_of(info.relative_path).decode(
                 data, entry.properties.dtype, chunk.sizes, weights_only=self._config.ckpt_weights_only
             )
         for request in tensors:

@@ -50,6 +50,7 @@ from distckpt.formats import LARGE_ALIGNMENT, Format, Frame, contiguous_strides,
 if TYPE_CHECKING:
     from typing import NoReturn
 
+    from distckpt.formats import Entry
     from distckpt.image import ImageFile
 
 _LOG = logging.getLogger(__name__)
@@ -79,10 +80,11 @@ class Item:
         home: (slab, offset) at which the whole framed item lies in the arena already, or None.
 
     Attributes:
+        entry: What its file says of it; None if that is nothing, or for what is put aside.
         size: Bytes of the item in its file, framing included.
     """
 
-    __slots__ = ("frame", "home", "nbytes", "size", "tensor", "verbatim")
+    __slots__ = ("entry", "frame", "home", "nbytes", "size", "tensor", "verbatim")
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class Item:
         verbatim: bool = True,
         home: tuple[int, int] | None = None,
     ) -> None:
+        self.entry: Entry | None = None
         self.frame = frame
         self.tensor = tensor
         self.nbytes = nbytes
@@ -351,6 +354,7 @@ class Stager:
         # A save that was staged still needs memory for what is no tensor, or it would wait for its own end.
         self._spare_bytes = arena.spare_bytes
         self._frame = file_format.frame
+        self._keeps_strides = file_format.keeps_strides
         self._timeout_s = timeout_s
         self.devices = Devices()
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -373,7 +377,7 @@ class Stager:
         if data.requires_grad:
             data = data.detach()
         nbytes = data.nbytes
-        verbatim = is_verbatim(data)
+        verbatim = self._is_verbatim(data)
         _check_memory(data, nbytes, verbatim)
         strides = data.stride() if verbatim else contiguous_strides(data.shape)
         if self._leases and nbytes and verbatim and data.is_cpu:
@@ -384,6 +388,9 @@ class Stager:
                     # Detached: an owner of the memory that no revocation reaches.
                     return Item(found.frame, data.detach(), nbytes, True, (found.slab, found.offset))
         return Item(self._frame(data.dtype, data.shape, strides), data, nbytes, verbatim)
+
+    def _is_verbatim(self, tensor: torch.Tensor) -> bool:
+        return is_verbatim(tensor) and (self._keeps_strides or tensor.is_contiguous())
 
     def use_devices(self, devices: set[torch.device]) -> None:
         """Get ready for copies off `devices`; slabs are pinned from now on, those that there are at once."""
@@ -422,6 +429,10 @@ class Stager:
         host: list[HostCopy] = []
         base = address - low
         position = low
+        if low < len(file.header):
+            literal = file.header[low:high]
+            ctypes.memmove(address, literal, len(literal))
+            position += len(literal)
         small = _SmallRun(base)
         offsets = file.offsets
         for place in range(max(0, bisect.bisect_right(offsets, low) - 1), len(offsets)):
@@ -710,7 +721,7 @@ class Stager:
             if value.device.type == "meta":
                 name = ".".join(map(str, path))
                 raise StagingError(f"{name} is on the meta device and has no values to save")
-            verbatim = is_verbatim(value)
+            verbatim = self._is_verbatim(value)
             try:
                 _check_memory(value, value.nbytes, verbatim)
             except StagingError as error:

@@ -23,12 +23,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distckpt.errors import CheckpointError, IntegrityError, WriteError
-from distckpt.integrity import Record, extents, find_record, read_manifest, read_record
+from distckpt.integrity import HEADER, Record, extents, find_record, read_manifest, read_record
 from distckpt.manifest import (
     FOLDER,
     IMAGE_NAME,
     METADATA,
     METADATA_NAME,
+    NAMES_NAME,
     OWNER,
     UNFINISHED_METADATA_NAME,
     record_name,
@@ -152,7 +153,7 @@ class _File:
         return all(item.checksums for item in self.items if item.nbytes)
 
     def fqn(self, item: Extent) -> str:
-        return str(self.fqns[item.number])
+        return "the header" if item.number == HEADER else str(self.fqns[item.number])
 
     def overlapping(self, start: int, end: int) -> Iterator[Extent]:
         """Yield the items, in ascending offset, that have bytes between `start` and `end`."""
@@ -303,7 +304,7 @@ def _verify_once(
         findings += _extras(listing, commit, files)
     report.findings = _merged(findings)
     report.num_files = len(files) + len(commit.manifests) + 2 * len(commit.records)
-    report.num_items = sum(len(file.items) for file in files)
+    report.num_items = sum(item.number != HEADER for file in files for item in file.items)
     report.nbytes = commit.nbytes + comparison.done
     report.has_checksums = all(file.has_checksums for file in files)
     return report, commit
@@ -509,7 +510,7 @@ def _check_owner(storage: Storage) -> list[Finding]:
 
 def _check_size(storage: Storage, listing: _Listing, file: _File) -> Iterator[Finding]:
     """Compare the size of a file with what was committed, and note how much of it can be read."""
-    size = listing.top.get(file.name)
+    size = listing.size(file.name) if listing.has(file.name) else None
     if size is None:
         # Missing, or something that is not listed: a link is read, a pipe or a directory is not.
         try:
@@ -544,7 +545,12 @@ def _extras(listing: _Listing, commit: _Commit, files: list[_File]) -> Iterator[
     }
     for entry, size in listing.folder(FOLDER).items():
         inners = listing.folder(FOLDER + entry) if entry.endswith("/") else {}
-        found |= {FOLDER + entry + inner: nbytes for inner, nbytes in inners.items()}
+        is_kept = any(name.startswith(FOLDER + entry) for name, _ in commit.manifests)
+        found |= {
+            FOLDER + entry + inner: nbytes
+            for inner, nbytes in inners.items()
+            if not (is_kept and NAMES_NAME.fullmatch(inner))
+        }
         if not inners:
             found[FOLDER + entry] = size
     for name, size in found.items():

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 CHECKSUM_BLOCK_BYTES = 4 << 20
 """Checksums end at every multiple of this in a file, and where an item does."""
+SEAL_BYTES = 4
+"""Of the checksum that ends a file, if it has one; they lie in one block of checksums."""
 ZEROS = -1
 STOP = (1).to_bytes(8, "little")
 """What the first bytes of a board are once its save is given up."""
@@ -84,12 +86,16 @@ class Part(NamedTuple):
         pieces: Where the bytes are, one after the other: (slab, offset in the slab, bytes); slab `ZEROS`
             stands for bytes that are 0.
         spans: Flat list of (start, bytes) within the part, sorted, one for each checksum to take.
+        sealed: None, or the parts before it of a file whose last 4 bytes, the last of this part, are the
+            CRC32C of all bytes before them, little-endian: the lane fills them in. All of these parts are
+            whole blocks of checksums.
     """
 
     file: int
     offset: int
     pieces: tuple[tuple[int, int, int], ...]
     spans: tuple[int, ...] = ()
+    sealed: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -333,6 +339,10 @@ class LaneWriter:
         """Say whether the bytes of a part have arrived."""
         current = self._get()
         is_ready = current.board.is_ready(part_index, current.job.tag)
+        if is_ready and not current.can_seal(part_index):
+            # What it waits for may be under way on a thread of this lane, and fail.
+            self.wait(0.0)
+            is_ready = False
         if current.record is not None:
             current.note_asked(part_index, is_ready)
         return is_ready
@@ -456,6 +466,10 @@ class _Current:
         if is_ready:
             self._ready.setdefault(part_index, now)
 
+    def can_seal(self, part_index: int) -> bool:
+        """Say whether all that the seal of a part depends upon is known; of one that has none, True."""
+        return all(map(self.board.is_done, self._plan.parts[part_index].sealed or ()))
+
     def write(self, part_index: int) -> None:
         """Write a part."""
         start_s = time.monotonic()
@@ -517,18 +531,33 @@ class _Current:
     def _write_whole(self, image: ImageFile, part: Part) -> bytes:
         """Write a part in one call, once all of its checksums are known."""
         checksums = Checksums(part.spans, of_all=bool(part.spans))
+        seal = self._begin_seal(part)
         with contextlib.ExitStack() as views:
             buffers = []
+            left = part.nbytes
             for slab, slab_offset, nbytes in itertools.chain.from_iterable(_blocks(part)):
                 buffers.append(self._view(views, slab, slab_offset, nbytes))
+                left -= nbytes
+                if seal is not None:
+                    seal.update(buffers[-1], is_last=left == 0)
                 checksums.update(buffers[-1])
             image.write(part.offset, buffers, checksums.of_all)
         return checksums.packed()
 
+    def _begin_seal(self, part: Part) -> _Seal | None:
+        if part.sealed is None:
+            return None
+        before = 0
+        for earlier in part.sealed:
+            for (of_block,) in struct.iter_unpack("<I", self.board.checksums(earlier, earlier + 1)):
+                before = _followed_by_block(before, of_block)
+        return _Seal(before)
+
     def _write_pieces(self, image: ImageFile, part: Part) -> bytes:
         """Write a part block by block, each while the checksums of the next are taken."""
         checksums = Checksums(part.spans)
-        offset = part.offset
+        seal = self._begin_seal(part)
+        offset, end = part.offset, part.offset + part.nbytes
         # A traceback that somebody holds must not hold the memory behind the buffers.
         with contextlib.ExitStack() as waiting:
             writing: Future[None] | None = None
@@ -536,8 +565,11 @@ class _Current:
                 views = contextlib.ExitStack()
                 waiting.callback(views.close)
                 buffers = []
-                for slab, slab_offset, nbytes in block:
+                block_end = offset + sum(piece[2] for piece in block)
+                for number, (slab, slab_offset, nbytes) in enumerate(block, 1):
                     buffers.append(self._view(views, slab, slab_offset, nbytes))
+                    if seal is not None:
+                        seal.update(buffers[-1], is_last=block_end == end and number == len(block))
                     checksums.update(buffers[-1])
                 if writing is not None:
                     writing.result()
@@ -548,7 +580,7 @@ class _Current:
                     waiting.callback(wait, [writing])
                 else:
                     image.write(offset, buffers)
-                offset += sum(piece[2] for piece in block)
+                offset = block_end
             if writing is not None:
                 writing.result()
         return checksums.packed()
@@ -649,6 +681,26 @@ class Checksums:
         """Return all checksums, 4 bytes each, little-endian."""
         assert self._at == len(self._spans), "the part ends before its last span"
         return struct.pack(f"<{len(self._values)}I", *self._values)
+
+
+class _Seal:
+    """The checksum that ends a file, of all that is before it.
+
+    Args:
+        before: CRC32C of the parts before this one.
+    """
+
+    def __init__(self, before: int) -> None:
+        self._value = before
+
+    def update(self, view: memoryview, *, is_last: bool) -> None:
+        """Take the next bytes of the part; the last 4 of the last ones are set."""
+        if not is_last:
+            self._value = int(crc32c.crc32c(view, self._value))
+            return
+        with view[:-SEAL_BYTES] as data:
+            self._value = int(crc32c.crc32c(data, self._value))
+        view[-SEAL_BYTES:] = self._value.to_bytes(SEAL_BYTES, "little")
 
 
 def describe(error: WriteError) -> dict[str, Any]:
@@ -753,8 +805,14 @@ def plan_from(body: Sequence[Any]) -> Plan:
     """Rebuild a plan from the body of its message."""
     plan_id, files, rows, (slab, offset) = body
     parts = tuple(
-        Part(file, start, tuple((index, at, nbytes) for index, at, nbytes in pieces), tuple(spans))
-        for file, start, pieces, spans in rows
+        Part(
+            file,
+            start,
+            tuple((index, at, nbytes) for index, at, nbytes in pieces),
+            tuple(spans),
+            None if sealed is None else tuple(sealed),
+        )
+        for file, start, pieces, spans, sealed in rows
     )
     return Plan(plan_id, tuple(files), parts, (slab, offset))
 

@@ -29,14 +29,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     StorageMeta,
+    TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from distckpt import observe
-from distckpt.commit import Claim, claim, publish, refuse_part
+from distckpt.commit import Claim, claim, exclusive_of, publish, refuse_part, seen_claim
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
 from distckpt.engine import Engine, budget_bytes, collector_paused
@@ -50,14 +52,21 @@ from distckpt.errors import (
 )
 from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.manifest import ManifestRef, write_manifest
-from distckpt.metadata import DCP_VERSION, manifest_of, merge_results, pickle_metadata, resolve_items
+from distckpt.metadata import (
+    DCP_VERSION,
+    manifest_of,
+    merge_results,
+    pickle_metadata,
+    resolve_items,
+    write_documents,
+)
 from distckpt.planner import SavePlanner
 from distckpt.signature import local_tensors
 from distckpt.staging import StagedUse, StagingFailure
 from distckpt.storage import Storage, open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
@@ -246,19 +255,30 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             plan: What this rank has.
 
         Raises:
-            CommitError: The save is without collectives, and the directory holds a checkpoint of all ranks.
+            CommitError: The save is without collectives, and the directory holds a checkpoint of all ranks,
+                or it holds what the format cannot be written beside.
+            ConfigError: The save is without collectives, and the format has no such checkpoints.
         """
         save = self._require()
         with self._reporting(save):
             storage = self._storage(save)
+            self._check_objects(plan)
             if not save.participant.use_collectives:
+                if self._get_engine().format.found_by is not None:
+                    raise ConfigError(
+                        f"ckpt_format: {self._config.ckpt_format} has no checkpoints of single ranks: save "
+                        f"with collectives, or as torch_dist"
+                    )
                 refuse_part(storage)
             if save.participant.publishes:
                 rank = save.participant.rank
                 with observe.span("directory.claimed", save_id=save.save_id, rank=rank, path=storage.url):
                     storage.prepare()
                     save.claimed = claim(
-                        storage, save.save_id, None if save.participant.use_collectives else rank
+                        storage,
+                        save.save_id,
+                        None if save.participant.use_collectives else rank,
+                        exclusive_of(self._get_engine().format),
                     )
         return plan
 
@@ -474,7 +494,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             )  # fmt: skip
         # Not inference tensors, whoever calls: packing buffers are kept for the next save.
         with torch.inference_mode(mode=False), torch.no_grad():
-            written = engine.write(storage, save.save_id, rank, items)
+            written = engine.write(storage, save.save_id, rank, items, check=self._check_of(save, storage))
         del items
         if written is None:
             return []
@@ -509,6 +529,32 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         )  # fmt: skip
         return results
 
+    def _check_objects(self, plan: SavePlan) -> None:
+        """Refuse objects that the format does not hold, while no rank has written anything.
+
+        Raises:
+            StagingError: There is one.
+        """
+        engine = self._get_engine()
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                engine.check_aside(item.index.fqn, "a Python object")
+            elif item.tensor_data is not None and not engine.format.holds(item.tensor_data.properties.dtype):
+                engine.check_aside(item.index.fqn, f"a tensor of {item.tensor_data.properties.dtype}")
+
+    def _check_of(self, save: _Save, storage: Storage) -> Callable[[], None] | None:
+        """Return what keeps files that readers find by their names from a save that was overtaken.
+
+        Raises:
+            CheckpointError: The directory is not claimed.
+        """
+        if self._get_engine().format.found_by is None:
+            return None
+        # A rank that does not coordinate knows the claim only from the storage: the coordinator has made it
+        # before it sent out the plans.
+        claimed = save.claimed or seen_claim(storage)
+        return lambda: claimed.check(storage)
+
     def _publish(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         participant = save.participant
         if not participant.publishes:
@@ -532,6 +578,14 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             metadata.storage_data = merge_results(metadata, results, whole=participant.use_collectives)
             pickled = pickle_metadata(metadata, dtypes)
         assert save.claimed is not None, "prepare_local_plan has claimed the directory"
+        engine = self._get_engine()
+        if engine.format.found_by is not None:
+            places: dict[str, list[tuple[str, int]]] = {}
+            for index, info in metadata.storage_data.items():
+                if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+                    places.setdefault(index.fqn, []).append((info.relative_path, info.length))
+            documents = engine.format.documents(places)
+            manifests += write_documents(engine, self._storage(save), save.save_id, rank, documents)
         details = {
             "world": len(results),
             "format": self._config.ckpt_format,

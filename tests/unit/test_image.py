@@ -71,7 +71,7 @@ def drawn(draw: st.DrawFn, *, sizes: st.SearchStrategy[int] = SIZES, staged: boo
 
 
 def parts_of(image: Image, file: int) -> list[ImagePart]:
-    return [image.parts[number] for number in image.parts_of(file)]
+    return [image.parts[number] for number in image.parts_by_file[file]]
 
 
 def spans_of(part: ImagePart) -> list[tuple[int, int]]:
@@ -82,7 +82,7 @@ def spans_of(part: ImagePart) -> list[tuple[int, int]]:
 def test_every_byte_is_in_one_part_and_the_parts_of_a_file_ascend(what: Drawn) -> None:
     image = what.lay_out()
     assert sorted(part.file for part in image.parts) == [
-        number for number in range(len(image.files)) for _ in image.parts_of(number)
+        number for number in range(len(image.files)) for _ in image.parts_by_file[number]
     ]
     for number, file in enumerate(image.files):
         end = 0
@@ -235,7 +235,7 @@ def test_a_part_has_no_more_pieces_than_one_system_call_or_two_take() -> None:
 def test_nothing_has_its_place_too(sizes: list[int]) -> None:
     image = lay_out_image(sizes, 2, 4 * MIB)
     assert len(image.places()[0]) == len(sizes)
-    assert all(image.parts_of(number) for number in range(len(image.files))), "a file without a part"
+    assert all(image.parts_by_file[number] for number in range(len(image.files))), "a file without a part"
     [empty] = lay_out_image([0], 1, 4 * MIB).parts
     assert (empty.low, empty.high, empty.is_staged) == (0, 0, True)
 

@@ -1,23 +1,44 @@
 """File images: what the files of a checkpoint look like inside, and nothing else.
 
-A format frames each item: the literal bytes before its payload and after it. A file is a sequence of framed
-items; where it lies in memory and how it reaches storage is the business of other rooms.
+A format frames each item: the literal bytes before its payload and after it. A file is a header, if the
+format has one, and a sequence of framed items; where it lies in memory and how it reaches storage is the
+business of other rooms.
+
+    torch_dist    items are torch.save archives: anything at all, read by stock PyTorch
+    safetensors   tensors by name, their bytes without gaps behind one header
+
+What a format cannot hold, it may have put aside into files of torch_dist beside its own.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from distckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    import re
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
-__all__ = ["Format", "Frame", "ImageLayout", "contiguous_strides", "lay_out", "open_format"]
+__all__ = [
+    "FORMATS",
+    "Documents",
+    "Entry",
+    "FileFormat",
+    "FileLayout",
+    "Format",
+    "Frame",
+    "ImageLayout",
+    "contiguous_strides",
+    "format_of",
+    "lay_out",
+    "open_format",
+]
 
+FORMATS = ("torch_dist", "safetensors")
 SMALL_ALIGNMENT = 64
 LARGE_ALIGNMENT = 4096
 LARGE_BYTES = 1 << 20
@@ -31,11 +52,94 @@ class Frame(NamedTuple):
     suffix: bytes
 
 
-class Format(Protocol):
-    """A file format, as far as the engine sees it."""
+class Entry(NamedTuple):
+    """What a file may say of an item beside its bytes.
 
-    suffix: str
-    """End of the names of its files."""
+    Attributes:
+        fqn: Name of the entry in the state.
+        dtype: Of the tensor.
+        shape: Of the chunk, in elements.
+        offsets: Of the chunk in the tensor, in elements.
+    """
+
+    fqn: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class FileLayout(NamedTuple):
+    """One file.
+
+    Attributes:
+        offsets: Where each item begins, in bytes from the start of the file.
+        nbytes: Its size.
+        header: Its first bytes.
+        is_sealed: Whether its last 4 bytes are the CRC32C of all before them, which lanes fill in.
+        name: Its name, if the format says it; else see `Format.image_name`.
+    """
+
+    offsets: list[int]
+    nbytes: int
+    header: bytes = b""
+    is_sealed: bool = False
+    name: str = ""
+
+
+class FileFormat(Protocol):
+    """How items lie in files."""
+
+    def split(self, entries: Sequence[Entry]) -> list[list[int]]:
+        """Spread what could be one file over as many as it takes.
+
+        Args:
+            entries: What each item is.
+
+        Returns:
+            The places of the items of each file in `entries`, all of them once.
+        """
+
+    def lay_out(self, sizes: Sequence[int], entries: Sequence[Entry]) -> FileLayout:
+        """Place the items of one file, in this order; see `split`."""
+
+    def order(self, size: int, entry: Entry) -> int:
+        """Return by what items of a file are sorted, if they may be."""
+
+
+class Format(FileFormat, Protocol):
+    """A file format, as far as the engine sees it.
+
+    Attributes:
+        name: Value of `--ckpt-format`.
+        keeps_strides: Whether a tensor lies in a file in whatever order its memory has; else row by row.
+        found_by: Names of the files that readers of the format take for a part of the checkpoint wherever
+            they see them: see `commit.Exclusive`. None if they look only for what the metadata names.
+        marker: As `commit.Exclusive.marker`.
+    """
+
+    name: str
+    keeps_strides: bool
+    found_by: re.Pattern[str] | None
+    marker: str
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Say whether it has this dtype."""
+
+    def image_name(self, rank: int, number: int, save_id: str) -> str:
+        """Return the name of a file, which no other file ever has.
+
+        Args:
+            rank: Who writes it.
+            number: Which of the rank's files it is, from 0.
+            save_id: The save, in hexadecimal digits.
+        """
+
+    def documents(self, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return the small files, by name, by which readers of the format find their way.
+
+        Args:
+            metadata: For each entry, where its chunks lie: (file, bytes) of each.
+        """
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
         """Return the bytes around the payload of a dense tensor.
@@ -101,6 +205,22 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+class Documents:
+    """Small files of a format, each of one item, which is their bytes; its entry bears their names."""
+
+    def split(self, entries: Sequence[Entry]) -> list[list[int]]:
+        """See `Format.split`."""
+        return [[place] for place in range(len(entries))]
+
+    def order(self, size: int, entry: Entry) -> int:
+        """See `Format.order`."""
+        return 0
+
+    def lay_out(self, sizes: Sequence[int], entries: Sequence[Entry]) -> FileLayout:
+        """See `Format.lay_out`."""
+        return FileLayout([0], sizes[0], name=entries[0].fqn)
+
+
 def open_format(name: str) -> Format:
     """Return the format of that name.
 
@@ -114,4 +234,13 @@ def open_format(name: str) -> Format:
         from distckpt.formats.torch_dist import TorchDist
 
         return TorchDist()
-    raise ConfigError(f"ckpt_format {name!r} is not available in this version of distckpt: use torch_dist")
+    if name == "safetensors":
+        from distckpt.formats.safetensors import Safetensors
+
+        return Safetensors()
+    raise ConfigError(f"ckpt_format: there is no format {name!r}: use one of {', '.join(FORMATS)}")
+
+
+def format_of(file: str) -> Format:
+    """Return the format of the items in a file of a checkpoint, by the file's name."""
+    return open_format("safetensors" if file.endswith(".safetensors") else "torch_dist")

@@ -15,15 +15,18 @@ import functools
 import io
 import math
 import zipfile
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch.serialization import skip_data
 
-from distckpt.formats import SMALL_ALIGNMENT, Frame, contiguous_strides
+from distckpt.formats import SMALL_ALIGNMENT, FileLayout, Frame, contiguous_strides, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import re
+    from collections.abc import Mapping, Sequence
+
+    from distckpt.formats import Entry
 
 _TEMPLATES = 1 << 16
 _SMALL_BYTES = 64 << 10
@@ -113,7 +116,34 @@ def _repack(frame: Frame, nbytes: int) -> Frame:
 class TorchDist:
     """Format torch_dist: items are torch.save archives of one tensor each."""
 
-    suffix = ".distcp"
+    name = "torch_dist"
+    keeps_strides = True
+    found_by: re.Pattern[str] | None = None
+    marker = ""
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """See `Format.holds`: torch.save takes all."""
+        return True
+
+    def split(self, entries: Sequence[Entry]) -> list[list[int]]:
+        """See `Format.split`: a file takes anything."""
+        return [list(range(len(entries)))]
+
+    def lay_out(self, sizes: Sequence[int], entries: Sequence[Entry]) -> FileLayout:
+        """See `Format.lay_out`."""
+        return FileLayout(*lay_out(sizes))
+
+    def order(self, size: int, entry: Entry) -> int:
+        """See `Format.order`: neighbours in the plan stay neighbours."""
+        return 0
+
+    def image_name(self, rank: int, number: int, save_id: str) -> str:
+        """See `Format.image_name`."""
+        return f"__{rank}_{number}.distcp.{save_id}"
+
+    def documents(self, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+        """See `Format.documents`: the metadata of torch says it all."""
+        return {}
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
         """See `Format.frame`."""

@@ -223,6 +223,25 @@ def _open_to_read(path: str, _: int) -> int:
     return os.open(path, _READ_FILE)
 
 
+def _rename_new(source: str, target: str) -> None:
+    """Give a file its name, which must be new.
+
+    Raises:
+        OSError: There is one of that name, or the file system refuses.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        # A file system without links.
+        if error.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}:
+            raise
+        if os.path.lexists(target):
+            raise OSError(errno.EEXIST, "there is one") from error
+        os.rename(source, target)
+    else:
+        os.unlink(source)
+
+
 def _is_directory(path: str) -> bool:
     """As os.path.isdir, but what else is wrong is raised."""
     try:
@@ -282,6 +301,9 @@ class PosixStorage:
         if not direct_io:
             self.spec["direct_io"] = "off"
         self._direct_io = direct_io
+        self._changed: set[str] = set()
+        """Directories below the root in which names were made that are not durable."""
+        self._linked: set[str] = set()
 
     def prepare(self) -> None:
         """See `Storage.prepare`.
@@ -310,39 +332,59 @@ class PosixStorage:
         return 0
 
     def create_image(self, name: str, nbytes: int) -> str:
-        """See `Storage.create_image`."""
+        """See `Storage.create_image`.
+
+        Raises:
+            WriteError: There is a file of this name, or the file system refuses.
+        """
         path = self._path(name)
+        token = ""
         try:
-            os.close(os.open(path, _NEW_FILE, 0o644))
+            if "/" in name:
+                token = f".{os.urandom(8).hex()}{_PARTIAL}"
+                self._make_directory(os.path.dirname(path))
+                self._note_changed(os.path.dirname(path))
+                if os.path.lexists(path):
+                    _fail(OSError(errno.EEXIST, "there is one"), path, "cannot create")
+            os.close(os.open(path + token, _NEW_FILE, 0o644))
         except OSError as error:
             _fail(error, path, "cannot create")
-        return ""
+        return token
 
     def open_image(self, name: str, token: str = "") -> PosixImage:
         """See `Storage.open_image`."""
-        path = self._path(name)
+        path = self._path(name) + token
         try:
             return PosixImage(path, direct_io=self._direct_io)
         except OSError as error:
             _fail(error, path, "cannot open")
 
     def complete_image(self, name: str, token: str, nbytes: int, receipts: Sequence[Receipt]) -> None:
-        """See `Storage.complete_image`: it is a file already.
+        """See `Storage.complete_image`: it is a file already, or gets its name now.
 
         Raises:
-            WriteError: The file holds another number of bytes, or none can be told.
+            WriteError: The file holds another number of bytes, or none can be told; or there is another one.
         """
         path = self._path(name)
         try:
-            size = _look(lambda: os.lstat(path).st_size)
+            size = _look(lambda: os.lstat(path + token).st_size)
         except OSError as error:
             _fail(error, path, "cannot check")
         if size != nbytes:
             raise WriteError(f"{path} holds {size} bytes after writing {nbytes}", path=path, offset=size)
+        if token:
+            try:
+                _rename_new(path + token, path)
+            except OSError as error:
+                _fail(error, path, "cannot name")
+            self._linked.add(name)
 
     def discard_image(self, name: str, token: str) -> None:
         """See `Storage.discard_image`."""
-        self.delete(name)
+        if token:
+            self.delete(name + token)
+        if not token or name in self._linked:
+            self.delete(name)
 
     def unfinished(self) -> list[str]:
         """See `Storage.unfinished`: `list` shows them."""
@@ -375,11 +417,10 @@ class PosixStorage:
             if isinstance(error, OSError):
                 _fail(error, path, "cannot write")
             raise
-        while True:
-            self._sync_directory(folder)
-            if folder == self.root:
-                break
-            folder = os.path.dirname(folder)
+        self._note_changed(folder)
+        changed, self._changed = self._changed, set()
+        for each in sorted(changed, key=len, reverse=True):
+            self._sync_directory(each)
 
     def revoke(self, name: str) -> None:
         """See `Storage.revoke`: without the file that it is about to rename, the step fails."""
@@ -537,6 +578,14 @@ class PosixStorage:
             if os.path.islink(folder):
                 _fail(OSError(errno.ELOOP, "a symbolic link"), folder, "will not follow the link")
         return os.path.join(self.root, name)
+
+    def _note_changed(self, folder: str) -> None:
+        """Note that the next `put` makes `folder` durable, and the way to it."""
+        while folder not in self._changed:
+            self._changed.add(folder)
+            if folder == self.root:
+                break
+            folder = os.path.dirname(folder)
 
     def _make_directory(self, folder: str) -> None:
         for attempt in range(_MKDIR_ATTEMPTS):

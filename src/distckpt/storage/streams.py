@@ -293,6 +293,9 @@ class FsspecStorage:
         """
         if self._size(name) is not None:
             _fail(FileExistsError(), self._url(name), "cannot create")
+        folder, _, _ = name.rpartition("/")
+        if folder and self._has_directories:
+            self._make_directory(self._path(folder), self._url(folder))
         return str(nbytes)
 
     def open_image(self, name: str, token: str) -> FsspecImage:
