@@ -627,6 +627,7 @@ class Checkpointer:
             self._config.ckpt_fully_parallel_save,
             self._trusts_meshes,
             self._common,
+            not self._engine.format.has_grid,
         )
 
     def _forget_plan(self) -> None:
@@ -768,7 +769,7 @@ class Checkpointer:
                 meeting.await_written()
             meeting.say("waiting", text="it publishes")
         with observe.span("metadata.made", save_id=save_id, rank=self._rank):
-            if not self._is_alone:
+            if planned.needs_manifests:
                 ranks = self._coordinator.ranks
                 manifests = read_partials(storage, save_id, ranks, lambda: claimed.check(storage))
             data = planned.metadata(manifests, written.names, handle.path, save_id, self._found)

@@ -209,8 +209,8 @@ class CheckpointConfig:
     ckpt_format: str = field(
         default="torch_dist",
         metadata=_describe(
-            "layout of the files: torch_dist, which stock PyTorch reads, or safetensors",
-            _one_of(("torch_dist", "safetensors"), planned=("zarr",)),
+            "layout of the files: torch_dist, which stock PyTorch reads, safetensors or zarr",
+            _one_of(("torch_dist", "safetensors", "zarr")),
             metavar="FORMAT",
         ),
     )
@@ -219,7 +219,7 @@ class CheckpointConfig:
         metadata=_describe(
             "what becomes of Python objects, and of tensors that the format does not hold: refuse, or "
             "sidecar, which puts them into files of torch_dist beside the others. auto: torch_dist holds "
-            "all, safetensors refuses",
+            "all, safetensors refuses, zarr puts aside",
             _one_of(("auto", "refuse", "sidecar")),
             metavar="WHAT",
         ),
@@ -431,7 +431,9 @@ class CheckpointConfig:
     @property
     def puts_objects_aside(self) -> bool:
         """Whether what the format does not hold is written beside its files."""
-        return self.ckpt_format == "torch_dist" or self.ckpt_objects == "sidecar"
+        if self.ckpt_objects == "auto":
+            return self.ckpt_format != "safetensors"
+        return self.ckpt_objects == "sidecar"
 
     def worker_cores(self) -> tuple[int, ...]:
         """Resolve `ckpt_worker_cores`.

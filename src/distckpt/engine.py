@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -39,7 +40,7 @@ from distckpt.errors import StagingError, WorkerDied, WriteError
 from distckpt.formats import Documents, FileFormat, Format, open_format
 from distckpt.image import Image, ImagePart, lay_out_image
 from distckpt.lanes import Lanes, open_lanes
-from distckpt.manifest import names_name, write_names
+from distckpt.manifest import IMAGE_NAME, names_name, write_names
 from distckpt.staging import CopyTicket, HostCopy, Item, StagedUse, Stager
 from distckpt.watchdog import Standing, Watchdog
 from distckpt.worker import CHECKSUM_BLOCK_BYTES, Board, Job, Part, Plan
@@ -429,17 +430,20 @@ class Engine:
         self.part_bytes = max(CHECKSUM_BLOCK_BYTES, min(arena.window_bytes, per_slot))
 
     @classmethod
-    def open(cls, config: CheckpointConfig) -> Engine:
+    def open(cls, config: CheckpointConfig, *, is_whole: bool = False) -> Engine:
         """Build the engine that `config` describes; nothing is reserved or started before it is needed.
 
         Args:
             config: The settings.
+            is_whole: See `formats.open_format`.
 
         Raises:
             ConfigError: The budget does not hold buckets of the size that they name.
         """
         timeout_s = config.distributed_timeout_minutes * 60
-        file_format = open_format(config.ckpt_format)
+        file_format = open_format(
+            config.ckpt_format, checksums=config.ckpt_checksum != "none", is_whole=is_whole
+        )
         budget = budget_bytes(config)
         arena = Arena(budget, window_bytes=config.bucket_bytes(budget))
         stager = Stager(arena, file_format, timeout_s)
@@ -521,6 +525,7 @@ class Engine:
         extent_bytes: int = 0,
         *,
         are_documents: bool = False,
+        num_files: int = 0,
     ) -> Image:
         """Lay out the files of one rank for what `storage` takes; see `image.lay_out_image`.
 
@@ -530,6 +535,7 @@ class Engine:
             late: Numbers of those that lie together.
             extent_bytes: About how many bytes of each file are staged in turn; at least a part.
             are_documents: Whether they are the small files of a format, and not its items.
+            num_files: How many files there are to be; default: one for each lane.
         """
         homes = [item.home for item in items]
         late = frozenset(late)
@@ -538,7 +544,7 @@ class Engine:
             own_format = Documents()
         return lay_out_image(
             [item.size for item in items],
-            self.lanes.count,
+            num_files or self.lanes.count,
             self.part_bytes,
             file_format=own_format,
             entries=() if own_format is None else [item.entry for item in items],
@@ -617,6 +623,7 @@ class Engine:
         check: Callable[[], None] | None = None,
         *,
         are_documents: bool = False,
+        num_files: int = 0,
     ) -> Written | None:
         """Write `items` durably; the names of their files are durable with the next `Storage.put`.
 
@@ -629,6 +636,7 @@ class Engine:
             check: Called when the files are there, empty, and again before they are completed; raises if they
                 must not be.
             are_documents: As for `lay_out`.
+            num_files: As for `lay_out`.
 
         Returns:
             What was written; None without items.
@@ -642,7 +650,7 @@ class Engine:
             return None
         with self._turn(storage, rank, tell):
             with observe.span("image.laid_out", save_id=save_id, rank=rank), collector_paused():
-                image = self.lay_out(storage, items, are_documents=are_documents)
+                image = self.lay_out(storage, items, are_documents=are_documents, num_files=num_files)
             waves = _Waves(self, image, items, storage.in_flight)
             try:
                 with observe.span("memory.awaited", save_id=save_id, rank=rank):
@@ -754,10 +762,14 @@ class Engine:
 
     def names(self, save_id: str, rank: int, image: Image) -> tuple[str, ...]:
         """Return the names of the files of `image` in the save `save_id`, which no other save ever has."""
-        return tuple(
-            file.name or (_TORCH_DIST if file.is_aside else self.format).image_name(rank, number, save_id)
-            for number, file in enumerate(image.files)
-        )
+        num_aside = sum(file.is_aside for file in image.files)
+        totals = {True: num_aside, False: len(image.files) - num_aside}
+        names, numbers = [], {True: itertools.count(), False: itertools.count()}
+        for file in image.files:
+            kind = _TORCH_DIST if file.is_aside else self.format
+            number = next(numbers[file.is_aside])
+            names.append(file.name or kind.image_name(rank, number, totals[file.is_aside], save_id))
+        return tuple(names)
 
     def create_files(
         self, storage: Storage, save_id: str, rank: int, image: Image
@@ -769,7 +781,7 @@ class Engine:
         """
         names = self.names(save_id, rank, image)
         tokens: list[str] = []
-        chosen = [file.name for file in image.files if file.name]
+        chosen = [name for name in names if not IMAGE_NAME.fullmatch(name)]
         if chosen:
             write_names(storage, names_name(save_id, rank, are_documents=image.are_documents), chosen)
         try:
@@ -907,6 +919,7 @@ class _Waves:
                     )
                     nbytes += part.nbytes
                 self._next += 1
+            self._stager.await_reads()
             numbers = list(range(first, self._next))
             if not numbers:
                 return numbers
@@ -941,6 +954,8 @@ class _Waves:
 
     def abandon(self) -> None:
         """After a failure: give back what neither a copy nor a lane can touch, and let the items go."""
+        with contextlib.suppress(Exception):
+            self._stager.await_reads()
         if not self._transfer.settle(_ABORT_S):
             self._stager.quarantine(self._ranges)
         elif not self.is_lost:

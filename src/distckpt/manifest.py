@@ -184,6 +184,7 @@ class Manifest:
         shares: What this rank relies upon, where others write what it has as well (see `ownership.Shares`).
         headers: For each file the bytes before its first item, which have checksums of their own; empty if
             no file has any.
+        arrays: What the tensors are, for formats that have a grid (see `formats.Arrays`).
     """
 
     save_id: str
@@ -195,6 +196,7 @@ class Manifest:
     items: ItemTable
     shares: Mapping[str, Any] = field(default_factory=dict)
     headers: Sequence[int] = ()
+    arrays: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Return the manifest as it stands on storage; `items` is not encoded a second time."""
@@ -209,6 +211,7 @@ class Manifest:
             "files": self.files,
             "checksums": [base64.b64encode(packed).decode("ascii") for packed in self.checksums],
             **({"headers": self.headers} if self.headers else {}),
+            **({"arrays": self.arrays} if self.arrays else {}),
         })  # fmt: skip
         return b"".join((head[:-1], _ITEMS, self.items.json, b"}"))
 

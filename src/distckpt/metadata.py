@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -33,12 +34,14 @@ from distckpt.manifest import ItemTable, Manifest, plan_digest, write_manifest
 from distckpt.staging import Item, StagingFailure, is_raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.checkpoint.storage import WriteResult
 
     from distckpt.engine import Engine, Written
+    from distckpt.formats import Arrays
     from distckpt.manifest import ManifestRef
+    from distckpt.ownership import Piece
     from distckpt.storage import Storage
 
 _NOT_THERE = object()
@@ -62,17 +65,18 @@ DCP_VERSION = "1.0.0"
 
 
 def resolve_items(
-    engine: Engine, planner: SavePlanner, write_items: list[WriteItem], rank: int
+    engine: Engine, planner: SavePlanner, pieces: Sequence[Piece], rank: int
 ) -> tuple[list[Item], dict[str, torch.dtype]]:
-    """Return the items, and the dtypes of those whose plan says another.
+    """Return the items of what this rank writes, and the dtypes of those whose plan says another.
 
     Raises:
         StagingError: The state could not be staged, or a tensor has not the shape that the plan says.
     """
     items: list[Item] = []
     dtypes: dict[str, torch.dtype] = {}
-    for write_item in write_items:
-        data: Any = planner.resolve_data(write_item)
+    for piece in pieces:
+        write_item = piece.item
+        data: Any = planner.resolve_data(write_item if piece.part is None else piece.whole)
         if isinstance(data, StagingFailure):
             raise data.error
         fqn = write_item.index.fqn
@@ -80,6 +84,8 @@ def resolve_items(
             engine.check_aside(fqn, "a Python object")
             items.append(Item(Frame(bytes(data.getbuffer()), b"")))
             continue
+        if piece.part is not None:
+            data = data.detach()[piece.part]
         planned = write_item.tensor_data
         if planned is not None:
             if data.shape != planned.chunk.sizes:
@@ -91,21 +97,65 @@ def resolve_items(
             if data.dtype != planned.properties.dtype:
                 dtypes[write_item.index.fqn] = data.dtype
         try:
-            items.append(_item(engine, write_item, data))
+            items.append(_item(engine, piece, data, path_of(planner, fqn)))
         except StagingError as error:
             raise StagingError(f"{fqn!r}: {error} (rank {rank})", rank=rank) from error
     return items, dtypes
 
 
-def _item(engine: Engine, write_item: WriteItem, data: torch.Tensor) -> Item:
+def path_of(planner: SavePlanner, fqn: str) -> tuple[str | int, ...]:
+    """Return the keys that lead to an entry in the state that `planner` has flattened."""
+    path = getattr(planner, "mappings", {}).get(fqn)
+    return (fqn,) if path is None else tuple(path)
+
+
+def _item(engine: Engine, piece: Piece, data: torch.Tensor, path: tuple[str | int, ...]) -> Item:
+    fqn, planned = piece.item.index.fqn, piece.item.tensor_data
+    if engine.format.has_grid and data.numel() == 0:
+        # There is no chunk without elements.
+        return _saved(data)
     if not (is_raw(data) and engine.format.holds(data.dtype)):
-        engine.check_aside(write_item.index.fqn, f"a tensor of {data.dtype}, {data.layout}")
+        engine.check_aside(fqn, f"a tensor of {data.dtype}, {data.layout}")
         return _saved(data)
     item = engine.item(data)
-    planned = write_item.tensor_data
     offsets = (0,) * data.dim() if planned is None else tuple(planned.chunk.offsets)
-    item.entry = Entry(write_item.index.fqn, data.dtype, tuple(data.shape), offsets)
+    size = data.shape if planned is None else planned.size
+    item.entry = Entry(fqn, data.dtype, tuple(data.shape), offsets, path, tuple(size), piece.grid)
+    if engine.format.has_grid:
+        # Wherever it lies already: what stands around a chunk was not known then.
+        framed = Item(engine.format.frame_chunk(item.entry), item.tensor, item.nbytes, item.verbatim)
+        framed.entry = item.entry
+        return framed
     return item
+
+
+def arrays_of(pieces: Sequence[Piece], planner: SavePlanner) -> Arrays:
+    """Return what the tensors with a grid are, as `Format.documents` wants it."""
+    arrays: Arrays = {}
+    for piece in pieces:
+        fqn, data = piece.item.index.fqn, piece.item.tensor_data
+        if piece.grid is not None and data is not None and fqn not in arrays:
+            dtype = str(data.properties.dtype).removeprefix("torch.")
+            arrays[fqn] = [list(path_of(planner, fqn)), list(data.size), dtype, list(piece.grid)]
+    return arrays
+
+
+def merge_arrays(told: Sequence[Arrays]) -> Arrays:
+    """Return what all ranks say of the tensors with a grid.
+
+    Raises:
+        CommitError: Two of them say different things of one.
+    """
+    merged: Arrays = {}
+    for rank, arrays in enumerate(told):
+        for fqn, array in arrays.items():
+            if merged.setdefault(fqn, array) != array:
+                raise CommitError(
+                    f"not published: {fqn!r} is cut into chunks of {tuple(array[3])} on rank {rank}, of "
+                    f"{tuple(merged[fqn][3])} on ranks before it: uneven boxes of what is no DTensor have no "
+                    f"common grid; save as torch_dist, and convert"
+                )
+    return merged
 
 
 def _saved(data: torch.Tensor) -> Item:
@@ -116,7 +166,12 @@ def _saved(data: torch.Tensor) -> Item:
 
 
 def manifest_of(
-    save_id: str, rank: int, file_format: str, write_items: list[WriteItem], written: Written
+    save_id: str,
+    rank: int,
+    file_format: str,
+    write_items: list[WriteItem],
+    written: Written,
+    arrays: Arrays,
 ) -> Manifest:
     """Return the manifest of a rank that wrote `write_items`."""
     fqns = [item.index.fqn for item in write_items]
@@ -136,6 +191,7 @@ def manifest_of(
         files=written.files,
         checksums=written.checksums,
         headers=written.headers,
+        arrays=arrays,
         items=ItemTable(
             fqns=fqns,
             chunks=[item.index.offset for item in write_items],
@@ -184,6 +240,32 @@ def write_documents(
         items=table,
     )
     return [write_manifest(storage, manifest, of_documents=True)]
+
+
+def cut_metadata(metadata: Metadata, results: Sequence[Sequence[WriteResult]], arrays: Arrays) -> None:
+    """Have metadata say which chunks of tensors with a grid were written: torch has planned larger ones.
+
+    Raises:
+        CommitError: They do not fill a tensor.
+    """
+    corners: dict[str, set[tuple[int, ...]]] = {}
+    for rank in results:
+        for result in rank:
+            if result.index.fqn in arrays:
+                corners.setdefault(result.index.fqn, set()).add(tuple(result.index.offset or ()))
+    for fqn, (_, shape, _, grid) in arrays.items():
+        entry = metadata.state_dict_metadata[fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks = [
+            ChunkStorageMetadata(
+                torch.Size(corner),
+                torch.Size(min(step, n - start) for start, n, step in zip(corner, shape, grid, strict=True)),
+            )
+            for corner in sorted(corners.get(fqn, ()))
+        ]
+        wrong = misfit(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        if wrong is not None:
+            raise CommitError(f"not published: nobody wrote {fqn!r} completely: {wrong}")
 
 
 def merge_results(

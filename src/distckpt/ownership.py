@@ -64,6 +64,7 @@ class Rules(NamedTuple):
         is_parallel: Whether those that have the same share the writing; else the first of them writes it.
         trusts_meshes: Whether ranks that a mesh says hold the same are taken to do so.
         common: What plain items they have in common; None if that is unknown.
+        splits: Whether what several have may be split by rows; else each item is written by one of them.
     """
 
     ranks: tuple[int, ...]
@@ -71,6 +72,7 @@ class Rules(NamedTuple):
     is_parallel: bool = True
     trusts_meshes: bool = True
     common: Common | None = None
+    splits: bool = True
 
 
 class Shares(NamedTuple):
@@ -95,12 +97,16 @@ class Piece(NamedTuple):
         whole: The item that it is some rows of, or itself.
         rows: First row and the one after the last of the local tensor; None for all of it.
         is_plain: Whether no mesh says who else has it.
+        part: Which part of the local tensor it is, of one that was cut along a grid; None for all of it.
+        grid: The shape of a chunk, if there is a grid.
     """
 
     item: WriteItem
     whole: WriteItem
     rows: tuple[int, int] | None = None
     is_plain: bool = True
+    part: tuple[slice, ...] | None = None
+    grid: tuple[int, ...] | None = None
 
     @property
     def plain_rows(self) -> int | None:
@@ -144,7 +150,7 @@ def divide(
         ordered = _ordered(items, numbers)
         told.append((_as_text([rules.ranks.index(rank) for rank in holders]), _digest(items, ordered, rules)))
         member = holders.index(rules.rank)
-        pieces |= _share(items, ordered, len(holders), member, rules.is_parallel, is_plain=False)
+        pieces |= _share(items, ordered, len(holders), member, rules, is_plain=False)
     digest = _digest(items, _ordered(items, plain), rules)
     place = rules.ranks.index(rules.rank)
     common = rules.common
@@ -160,7 +166,7 @@ def divide(
                 del pieces[number]
             ordered = _ordered(items, same)
             member = members.index(place)
-            pieces |= _share(items, ordered, len(members), member, rules.is_parallel, is_plain=True)
+            pieces |= _share(items, ordered, len(members), member, rules, is_plain=True)
     return [pieces[number] for number in sorted(pieces)], Shares(digest, relies, tuple(told))
 
 
@@ -252,7 +258,7 @@ def _share(
     numbers: Sequence[int],
     members: int,
     member: int,
-    is_parallel: bool,
+    rules: Rules,
     *,
     is_plain: bool,
 ) -> dict[int, Piece]:
@@ -260,7 +266,7 @@ def _share(
 
     Objects are the first member's: under one name each rank may have its own.
     """
-    if members == 1 or not is_parallel:
+    if members == 1 or not rules.is_parallel:
         mine = numbers if member == 0 else ()
         return {number: Piece(items[number], items[number], None, is_plain) for number in mine}
     tensors = [number for number in numbers if items[number].type is not WriteItemType.BYTE_IO]
@@ -269,6 +275,8 @@ def _share(
         blobs = [number for number in numbers if items[number].type is WriteItemType.BYTE_IO]
         pieces = {number: Piece(items[number], items[number], None, is_plain) for number in blobs}
     sizes = [local_rows(items[number]) for number in tensors]
+    if not rules.splits:
+        sizes = [(nbytes, 0) for nbytes, _ in sizes]
     for at, first, stop in share_of(sizes, members, member):
         whole, rows = items[tensors[at]], sizes[at][1]
         if rows < 2 or (first, stop) == (0, rows):

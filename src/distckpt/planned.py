@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from distckpt.assembly import assemble, entry_of
+from distckpt.chunking import cut
 from distckpt.engine import Engine, Residence, Written, collector_paused
 from distckpt.errors import CommitError, StagingError
 from distckpt.formats import Frame
 from distckpt.image import lay_out_image
 from distckpt.manifest import ItemTable, Manifest, plan_digest
-from distckpt.metadata import DCP_VERSION, pickle_metadata, resolve_items
+from distckpt.metadata import DCP_VERSION, arrays_of, merge_arrays, pickle_metadata, resolve_items
 from distckpt.ownership import Common, Rules, divide
 from distckpt.planner import SavePlanner
 from distckpt.signature import Signature, View
@@ -86,9 +87,11 @@ class PlannedState:
             [plan], self._metadata = planner.create_global_plan([plan])
             plan = planner.finish_plan(plan)
         pieces, self.shares = divide(plan.items, planner.state_dict.__getitem__, rules)
+        pieces = cut(pieces, planner.state_dict.__getitem__, engine.format)
         self._pieces = pieces
         self._write_items = [piece.item for piece in pieces]
-        self.items, _ = resolve_items(engine, planner, self._write_items, rules.rank)
+        self.items, _ = resolve_items(engine, planner, pieces, rules.rank)
+        self._arrays = arrays_of(pieces, planner)
         self._link(planner, state, view)
         self._mappings = planner.mappings
         del planner
@@ -193,7 +196,10 @@ class PlannedState:
 
     def _piece(self, view: View, leaf: int, number: int) -> torch.Tensor:
         """Return what item `number` writes of a tensor of the state."""
-        tensor, rows = view.locals[leaf], self._pieces[number].rows
+        tensor, piece = view.locals[leaf], self._pieces[number]
+        if piece.part is not None:
+            return tensor[piece.part]
+        rows = piece.rows
         return tensor if rows is None else tensor.narrow(0, rows[0], rows[1] - rows[0])
 
     def release_tensors(self) -> None:
@@ -251,6 +257,11 @@ class PlannedState:
         self.drop_idle()
 
     @property
+    def needs_manifests(self) -> bool:
+        """Whether the metadata is made of what ranks have written: torch has not planned all of it."""
+        return len(self.rules.ranks) > 1 or self._engine.format.has_grid
+
+    @property
     def is_in_use(self) -> bool:
         """Whether a save has its memory."""
         return bool(self._residences or self._dropped)
@@ -294,7 +305,7 @@ class PlannedState:
             )
             chunks: list[Sequence[int] | None] = [item.index.offset for item in self._write_items]
             entries = None
-            if len(self.rules.ranks) > 1:
+            if self.needs_manifests:
                 entries = [
                     entry_of(
                         piece.item, self._mappings.get(piece.item.index.fqn), plain_rows=piece.plain_rows
@@ -345,6 +356,7 @@ class PlannedState:
             files=written.files,
             checksums=written.checksums,
             headers=written.headers,
+            arrays=self._arrays,
             items=self._table,
             shares=self.shares._asdict(),
         )
@@ -363,7 +375,7 @@ class PlannedState:
         are put in their places, and nothing is pickled.
 
         Args:
-            manifests: Of all ranks, if there is more than one.
+            manifests: Of all ranks, if `needs_manifests`.
             names: Of this rank's files.
             path: Of the checkpoint.
             save_id: Of the save.
@@ -402,11 +414,17 @@ class PlannedState:
             table = json.loads(manifest.items)
             columns = (table[name] for name in ("fqns", "chunks", "item_files", "sizes"))
             tables.append((tuple(manifest.ref.files), *columns))
-        return self._engine.format.documents(places_of(tables))
+        arrays = [manifest.head.get("arrays", {}) for manifest in manifests]
+        return self._engine.format.documents(places_of(tables), merge_arrays(arrays))
 
     def foresee_metadata(self, path: str) -> None:
         """Make on the caller's thread what takes long for many items and is the same for every save."""
-        if self._template is None and self._metadata is not None and self._residences:
+        if (
+            self._template is None
+            and self._metadata is not None
+            and self._residences
+            and not self.needs_manifests
+        ):
             save_id = uuid.uuid4().hex
             names = self._engine.names(save_id, self.rules.rank, self._residences[0].image)
             self.metadata([], names, path, save_id)

@@ -80,6 +80,11 @@ class SavePlanner(DefaultSavePlanner):
         self._cached_plans_key += "" if fully_parallel_save else " lowest rank"
         self._local: dict[str, list[WriteItem]] = {}
 
+    @property
+    def splits(self) -> bool:
+        """Whether what several ranks have may be split by rows."""
+        return self._is_parallel
+
     def create_local_plan(self) -> SavePlan:
         """Return all that this rank has; what is not to be split is marked."""
         plan = super().create_local_plan()

@@ -26,7 +26,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -63,10 +64,23 @@ _SMALL_BYTES = 64 << 10
 _RUN_BYTES = 1 << 20
 _PADDING = bytes(LARGE_ALIGNMENT)
 _WORDS = PAGE_BYTES // 8
+_READERS = 8
+"""How many ranges of sources are read at once."""
 _POLL_S = 0.0005
 _PICK_UP_S = 1.0
 """A save thread that exists asks for what was staged within this."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Source(Protocol):
+    """Bytes that are not in memory yet: they are read when there is room for them, in whatever order."""
+
+    def read_into(self, low: int, high: int, target: memoryview) -> None:
+        """Fill `target` with bytes [low, high); called by several threads at once.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
 
 
 class Item:
@@ -78,13 +92,14 @@ class Item:
         nbytes: Size of the payload.
         verbatim: Whether the payload is the tensor's memory as it lies; else it is made contiguous.
         home: (slab, offset) at which the whole framed item lies in the arena already, or None.
+        source: Holds the payload in place of a tensor.
 
     Attributes:
         entry: What its file says of it; None if that is nothing, or for what is put aside.
         size: Bytes of the item in its file, framing included.
     """
 
-    __slots__ = ("entry", "frame", "home", "nbytes", "size", "tensor", "verbatim")
+    __slots__ = ("entry", "frame", "home", "nbytes", "size", "source", "tensor", "verbatim")
 
     def __init__(
         self,
@@ -93,7 +108,9 @@ class Item:
         nbytes: int = 0,
         verbatim: bool = True,
         home: tuple[int, int] | None = None,
+        source: Source | None = None,
     ) -> None:
+        self.source = source
         self.entry: Entry | None = None
         self.frame = frame
         self.tensor = tensor
@@ -362,6 +379,8 @@ class Stager:
         self._word_home: Range | None = None
         self._word_lock = threading.Lock()
         self._lease_lock = threading.Lock()
+        self._readers: ThreadPoolExecutor | None = None
+        self._reads: list[Future[None]] = []
 
     def item(self, data: torch.Tensor) -> Item:
         """Frame a raw tensor; if it was staged, the item is where it was staged.
@@ -443,7 +462,7 @@ class Stager:
             item = items[index]
             tensor = item.tensor
             whole = start >= low and start + item.size <= high
-            if whole and item.size <= GATHERED_BYTES and item.verbatim:
+            if whole and item.size <= GATHERED_BYTES and item.verbatim and item.source is None:
                 if tensor is None or (tensor.is_cpu and item.size <= _SMALL_BYTES):
                     small.add(start, item.frame, tensor, item.nbytes, position)
                     if tensor is None:
@@ -471,11 +490,13 @@ class Stager:
                 if first < last:
                     part = literal if last - first == len(literal) else literal[first - begin : last - begin]
                     ctypes.memmove(base + first, part, last - first)
-                    if tensor is None:
+                    if tensor is None and item.source is None:
                         host.append(HostCopy(index, first - begin, last - begin, base + first))
-            if tensor is not None:
-                begin = start + len(prefix)
-                first, last = max(begin, low), min(begin + item.nbytes, high)
+            begin = start + len(prefix)
+            first, last = max(begin, low), min(begin + item.nbytes, high)
+            if item.source is not None and first < last:
+                self._read(item.source, first - begin, last - begin, base + first)
+            elif tensor is not None:
                 if first < last and tensor.is_cuda:
                     transfers[index in late].add(
                         index, tensor, first - begin, last - begin, base + first, verbatim=item.verbatim
@@ -495,6 +516,24 @@ class Stager:
         if position < high:
             ctypes.memset(base + position, 0, high - position)
         return host
+
+    def _read(self, source: Source, low: int, high: int, address: int) -> None:
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, "distckpt-source")
+        memory = (ctypes.c_char * (high - low)).from_address(address)
+        target = memoryview(memory).cast("B")
+        self._reads.append(self._readers.submit(source.read_into, low, high, target))
+
+    def await_reads(self) -> None:
+        """Wait until what `fill` has begun to read from sources is there.
+
+        Raises:
+            CheckpointError: Some of it cannot be read; none is being read any more.
+        """
+        reads, self._reads = self._reads, []
+        wait(reads)
+        for read in reads:
+            read.result()
 
     def refill(self, items: Mapping[int, Item], copies: Sequence[HostCopy]) -> None:
         """Copy anew what `fill` returned; the items have the same sizes as then."""
@@ -614,6 +653,8 @@ class Stager:
     def close(self) -> None:
         """Give back what the stager itself holds of the arena."""
         self.collect()
+        if self._readers is not None:
+            self._readers.shutdown()
         self.devices.close()
         self._words.clear()
         if self._word_home is not None:

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from distckpt import observe
+from distckpt.chunking import cut
 from distckpt.commit import Claim, claim, exclusive_of, publish, refuse_part, seen_claim
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
@@ -54,12 +55,16 @@ from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.manifest import ManifestRef, write_manifest
 from distckpt.metadata import (
     DCP_VERSION,
+    arrays_of,
+    cut_metadata,
     manifest_of,
+    merge_arrays,
     merge_results,
     pickle_metadata,
     resolve_items,
     write_documents,
 )
+from distckpt.ownership import Piece
 from distckpt.planner import SavePlanner
 from distckpt.signature import local_tensors
 from distckpt.staging import StagedUse, StagingFailure
@@ -72,6 +77,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
     from typing_extensions import Self
 
+    from distckpt.formats import Arrays
     from distckpt.staging import CopyTicket
 
 _LOG = logging.getLogger(__name__)
@@ -87,10 +93,12 @@ class ManifestedResult(WriteResult):
     Attributes:
         manifest: The rank's manifest.
         dtypes: What was written where the plan, replayed from a cache, says another dtype.
+        arrays: What the tensors with a grid are.
     """
 
     manifest: ManifestRef | None = None
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    arrays: Arrays = field(default_factory=dict)
 
 
 @dataclass
@@ -486,7 +494,9 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         engine = self._get_engine()
         storage = self._storage(save)
         with observe.span("items.resolved", save_id=save.save_id, rank=rank), collector_paused():
-            items, dtypes = resolve_items(engine, planner, plan.items, rank)
+            pieces = self._cut(plan, planner, save.num_ranks)
+            items, dtypes = resolve_items(engine, planner, pieces, rank)
+            arrays = arrays_of(pieces, planner)
         if dtypes:
             _LOG.warning(
                 "the plan, cached or made by the planner, states another dtype than %d tensors have; "
@@ -499,18 +509,21 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         if written is None:
             return []
         with collector_paused():
-            manifest = manifest_of(save.save_id, rank, self._config.ckpt_format, plan.items, written)
+            write_items = [piece.item for piece in pieces]
+            manifest = manifest_of(save.save_id, rank, self._config.ckpt_format, write_items, written, arrays)
             table = manifest.items
             results = [
                 WriteResult(item.index, size, _StorageInfo(written.names[file], offset, size))
                 for item, file, offset, size in zip(
-                    plan.items, table.item_files, table.offsets, table.sizes, strict=True
+                    write_items, table.item_files, table.offsets, table.sizes, strict=True
                 )
             ]
         with observe.span("manifest.written", save_id=save.save_id, rank=rank):
             ref = write_manifest(storage, manifest)
         first = results[0]
-        results[0] = ManifestedResult(first.index, first.size_in_bytes, first.storage_data, ref, dtypes)
+        results[0] = ManifestedResult(
+            first.index, first.size_in_bytes, first.storage_data, ref, dtypes, arrays
+        )
         end_s = time.monotonic()
         seconds = end_s - save.started
         nbytes = sum(manifest.files.values())
@@ -555,6 +568,21 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         claimed = save.claimed or seen_claim(storage)
         return lambda: claimed.check(storage)
 
+    def _cut(self, plan: SavePlan, planner: TorchSavePlanner, num_ranks: int) -> list[Piece]:
+        """Return what this rank writes, cut as the format wants it.
+
+        Raises:
+            ConfigError: The planner splits what several ranks have along other lines.
+        """
+        pieces = [Piece(item, item) for item in plan.items]
+        engine = self._get_engine()
+        if engine.format.has_grid and isinstance(planner, SavePlanner) and planner.splits and num_ranks > 1:
+            raise ConfigError(
+                f"ckpt_format: {engine.format.name} has a grid, and SavePlanner splits what several ranks "
+                f"have along other lines: use SavePlanner(fully_parallel_save=False), or DefaultSavePlanner"
+            )
+        return cut(pieces, getattr(planner, "state_dict", {}).get, engine.format)
+
     def _publish(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         participant = save.participant
         if not participant.publishes:
@@ -573,8 +601,12 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             if isinstance(r, ManifestedResult)
             for fqn, dtype in r.dtypes.items()
         }
+        arrays = merge_arrays(
+            [r.arrays for rank in results for r in rank[:1] if isinstance(r, ManifestedResult)]
+        )
         rank = participant.rank
         with observe.span("metadata.made", save_id=save.save_id, rank=rank), collector_paused():
+            cut_metadata(metadata, results, arrays)
             metadata.storage_data = merge_results(metadata, results, whole=participant.use_collectives)
             pickled = pickle_metadata(metadata, dtypes)
         assert save.claimed is not None, "prepare_local_plan has claimed the directory"
@@ -584,7 +616,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             for index, info in metadata.storage_data.items():
                 if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
                     places.setdefault(index.fqn, []).append((info.relative_path, info.length))
-            documents = engine.format.documents(places)
+            documents = engine.format.documents(places, arrays)
             manifests += write_documents(engine, self._storage(save), save.save_id, rank, documents)
         details = {
             "world": len(results),

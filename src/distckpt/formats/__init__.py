@@ -13,18 +13,19 @@ What a format cannot hold, it may have put aside into files of torch_dist beside
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from distckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    import re
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
 __all__ = [
     "FORMATS",
+    "Arrays",
     "Documents",
     "Entry",
     "FileFormat",
@@ -32,13 +33,15 @@ __all__ = [
     "Format",
     "Frame",
     "ImageLayout",
+    "Places",
     "contiguous_strides",
     "format_of",
     "lay_out",
     "open_format",
 ]
 
-FORMATS = ("torch_dist", "safetensors")
+FORMATS = ("torch_dist", "safetensors", "zarr")
+_CHUNK_NAME = re.compile(r"(?:^|/)c(?:\.\d+)*$")
 SMALL_ALIGNMENT = 64
 LARGE_ALIGNMENT = 4096
 LARGE_BYTES = 1 << 20
@@ -60,12 +63,24 @@ class Entry(NamedTuple):
         dtype: Of the tensor.
         shape: Of the chunk, in elements.
         offsets: Of the chunk in the tensor, in elements.
+        path: Keys that lead to the entry in the state, if there is a grid.
+        size: Shape of the tensor, if there is a grid.
+        grid: Shape of a chunk of the grid, if there is one; the chunk may end with the tensor before that.
     """
 
     fqn: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    path: tuple[str | int, ...] = ()
+    size: tuple[int, ...] = ()
+    grid: tuple[int, ...] | None = None
+
+
+Places = dict[str, list[tuple[str, int]]]
+"""For each tensor, by fqn, the file and the bytes of each of its chunks."""
+Arrays = dict[str, list[Any]]
+"""For each tensor with a grid, by fqn: path, shape, name of the dtype, shape of a chunk; JSON values."""
 
 
 class FileLayout(NamedTuple):
@@ -115,30 +130,51 @@ class Format(FileFormat, Protocol):
         found_by: Names of the files that readers of the format take for a part of the checkpoint wherever
             they see them: see `commit.Exclusive`. None if they look only for what the metadata names.
         marker: As `commit.Exclusive.marker`.
+        has_grid: Whether tensors are cut into chunks of one shape, each a file: see `grid`, `frame_chunk`.
     """
 
     name: str
     keeps_strides: bool
+    has_grid: bool
     found_by: re.Pattern[str] | None
     marker: str
 
     def holds(self, dtype: torch.dtype) -> bool:
         """Say whether it has this dtype."""
 
-    def image_name(self, rank: int, number: int, save_id: str) -> str:
-        """Return the name of a file, which no other file ever has.
+    def image_name(self, rank: int, number: int, total: int, save_id: str) -> str:
+        """Return the name of a file.
 
         Args:
             rank: Who writes it.
             number: Which of the rank's files it is, from 0.
-            save_id: The save, in hexadecimal digits.
+            total: How many these are.
+            save_id: The save, in hexadecimal digits: with it, the name is of no other save.
         """
 
-    def documents(self, metadata: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the small files, by name, by which readers of the format find their way.
+    def grid(
+        self, shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int
+    ) -> tuple[int, ...]:
+        """Return the shape of the chunks of a tensor.
 
         Args:
-            metadata: For each entry, where its chunks lie: (file, bytes) of each.
+            shape: Of the tensor, in elements.
+            boxes: Offsets and sizes of what ranks have of it, as far as that is known.
+            itemsize: Bytes of an element.
+
+        Raises:
+            CheckpointError: There is no grid that fits them.
+        """
+
+    def frame_chunk(self, entry: Entry) -> Frame:
+        """Return the bytes around the payload of a chunk of a grid."""
+
+    def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
+        """Return the small files, by name, by which readers of the format find their way; the main one last.
+
+        Args:
+            places: Where the chunks of each tensor lie.
+            arrays: What each is, if there is a grid.
         """
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
@@ -221,11 +257,14 @@ class Documents:
         return FileLayout([0], sizes[0], name=entries[0].fqn)
 
 
-def open_format(name: str) -> Format:
+def open_format(name: str, *, checksums: bool = True, is_whole: bool = False) -> Format:
     """Return the format of that name.
 
     Args:
         name: Value of `--ckpt-format`.
+        checksums: Whether files hold checksums, if they can.
+        is_whole: Whether one rank writes all of the checkpoint, every tensor in one piece: then the files are
+            named as people who hand them on expect.
 
     Raises:
         ConfigError: There is no such format in this version.
@@ -237,10 +276,16 @@ def open_format(name: str) -> Format:
     if name == "safetensors":
         from distckpt.formats.safetensors import Safetensors
 
-        return Safetensors()
+        return Safetensors(is_whole=is_whole)
+    if name == "zarr":
+        from distckpt.formats.zarr import Zarr
+
+        return Zarr(checksums=checksums)
     raise ConfigError(f"ckpt_format: there is no format {name!r}: use one of {', '.join(FORMATS)}")
 
 
 def format_of(file: str) -> Format:
     """Return the format of the items in a file of a checkpoint, by the file's name."""
-    return open_format("safetensors" if file.endswith(".safetensors") else "torch_dist")
+    if file.endswith(".safetensors"):
+        return open_format("safetensors")
+    return open_format("zarr" if _CHUNK_NAME.search(file) else "torch_dist")

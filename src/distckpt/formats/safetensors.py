@@ -28,9 +28,9 @@ from distckpt.errors import IntegrityError, StagingError
 from distckpt.formats import LARGE_ALIGNMENT, FileLayout, Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from distckpt.formats import Entry
+    from distckpt.formats import Arrays, Entry, Places
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
@@ -64,12 +64,20 @@ _NO_FRAME = Frame(b"", b"")
 
 
 class Safetensors:
-    """Format safetensors."""
+    """Format safetensors.
+
+    Args:
+        is_whole: See `open_format`.
+    """
 
     name = "safetensors"
+    has_grid = False
     keeps_strides = False
     found_by: re.Pattern[str] | None = re.compile(r".*\.safetensors(\.index\.json)?")
     marker = "unfinished-{save_id}.safetensors"
+
+    def __init__(self, *, is_whole: bool = False) -> None:
+        self._is_whole = is_whole
 
     def holds(self, dtype: torch.dtype) -> bool:
         """See `Format.holds`."""
@@ -132,15 +140,27 @@ class Safetensors:
         offsets = [first + end - size for end, size in zip(ends, sizes, strict=True)]
         return FileLayout(offsets, first + position, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
-    def image_name(self, rank: int, number: int, save_id: str) -> str:
+    def image_name(self, rank: int, number: int, total: int, save_id: str) -> str:
         """See `Format.image_name`."""
+        if self._is_whole:
+            return f"model-{number + 1:05}-of-{total:05}{SUFFIX}"
         return f"shard-{rank:05}-{number:05}-{save_id}{SUFFIX}"
 
-    def documents(self, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    def grid(
+        self, shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int
+    ) -> tuple[int, ...]:
+        """See `Format.grid`: there is none."""
+        return ()
+
+    def frame_chunk(self, entry: Entry) -> Frame:
+        """See `Format.frame_chunk`."""
+        return self.frame(entry.dtype, entry.shape, ())
+
+    def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
         """See `Format.documents`: the index, if every tensor lies in one piece."""
         weight_map: dict[str, str] = {}
         total_bytes = 0
-        for fqn, chunks in metadata.items():
+        for fqn, chunks in places.items():
             if len(chunks) != 1:
                 return {}
             [(file, nbytes)] = chunks

@@ -15,7 +15,7 @@ import functools
 import io
 import math
 import zipfile
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch.serialization import skip_data
@@ -24,9 +24,9 @@ from distckpt.formats import SMALL_ALIGNMENT, FileLayout, Frame, contiguous_stri
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from distckpt.formats import Entry
+    from distckpt.formats import Arrays, Entry, Places
 
 _TEMPLATES = 1 << 16
 _SMALL_BYTES = 64 << 10
@@ -117,6 +117,7 @@ class TorchDist:
     """Format torch_dist: items are torch.save archives of one tensor each."""
 
     name = "torch_dist"
+    has_grid = False
     keeps_strides = True
     found_by: re.Pattern[str] | None = None
     marker = ""
@@ -137,11 +138,21 @@ class TorchDist:
         """See `Format.order`: neighbours in the plan stay neighbours."""
         return 0
 
-    def image_name(self, rank: int, number: int, save_id: str) -> str:
+    def image_name(self, rank: int, number: int, total: int, save_id: str) -> str:
         """See `Format.image_name`."""
         return f"__{rank}_{number}.distcp.{save_id}"
 
-    def documents(self, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    def grid(
+        self, shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int
+    ) -> tuple[int, ...]:
+        """See `Format.grid`: there is none."""
+        return ()
+
+    def frame_chunk(self, entry: Entry) -> Frame:
+        """See `Format.frame_chunk`."""
+        return self.frame(entry.dtype, entry.shape, ())
+
+    def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
         """See `Format.documents`: the metadata of torch says it all."""
         return {}
 
