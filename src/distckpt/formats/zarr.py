@@ -63,6 +63,9 @@ _TYPES: dict[torch.dtype, Any] = {
 """Dtypes whose zarr name is torch's, and the value that stands for chunks that are not there."""
 
 
+_BEYOND_CORE = {"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"}
+
+
 class Zarr:
     """Format zarr.
 
@@ -161,12 +164,14 @@ class Zarr:
             nodes[folder] = _group()
         inner = {where: nodes[where] for where in sorted(nodes)}
         documents = {f"{where}/{DOCUMENT}": _to_json(node) for where, node in inner.items()}
-        # zarr-python wants to know of each group below that it holds no documents of its own.
+        # zarr-python wants to know of each group below that it holds no documents of its own; and one array of
+        # a type that it does not know keeps it from opening the group.
         told = {
             where: {**node, "consolidated_metadata": _consolidated({})}
             if node["node_type"] == "group"
             else node
             for where, node in inner.items()
+            if node.get("data_type") not in _BEYOND_CORE
         }
         return {**documents, DOCUMENT: _to_json(_group(told))}
 
