@@ -1,4 +1,4 @@
-"""The command line: verify, ls, inspect and sweep checkpoints, and tune the settings of a target.
+"""The command line: verify, ls, inspect, convert and sweep checkpoints, and tune the settings of a target.
 
 Invariants:
     * In a pipe: lines of columns with tabs between them, neither coloured nor cut. A terminal gets tables.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from distckpt import commit
-from distckpt.errors import CheckpointError, IntegrityError, WriteError
+from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
 from distckpt.integrity import find_record, read_manifest
 from distckpt.manifest import METADATA
 from distckpt.storage import Storage, open_storage
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distckpt",
-        description="Verify, list, inspect and sweep checkpoints; find the settings that suit a target.",
+        description="Verify, list, inspect, convert and sweep checkpoints; find settings that suit a target.",
         epilog=(
             "exit status: 0 all well; 1 damage; 2 wrong usage, or the storage refused; 3 nothing wrong but "
             "extra files; 4 nothing to verify: no complete checkpoint, or another tool's"
@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("ls", _ls, "list checkpoints, without reading their files")
     command = add("inspect", _inspect, "show the tree of a checkpoint's entries, largest first")
     command.add_argument("--all", action="store_true", help="show every entry and every chunk")
+    _add_convert(commands)
     command = add("sweep", _sweep, "remove what saves have left and no committed checkpoint names")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     command.add_argument(
@@ -170,6 +171,96 @@ def _parser() -> argparse.ArgumentParser:
         help="numbers of workers to try (default: 1,2,4,8, as far as there are cores)",
     )
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    text = "write a checkpoint as another one, in another format or dtype, or a part of it"
+    command = commands.add_parser(
+        "convert", help=text, description=f"{text[0].upper()}{text[1:]}, in bounded memory; verify it."
+    )
+    command.add_argument(
+        "path",
+        metavar="SRC",
+        help="a checkpoint of torch_dist, safetensors or zarr, a .safetensors file, or one of torch.save",
+    )
+    command.add_argument(
+        "target", metavar="DST", help="a directory without a checkpoint; with --to torch, a new file"
+    )
+    command.add_argument(
+        "--to", required=True, choices=("torch_dist", "safetensors", "zarr", "torch"), help="its format"
+    )
+    command.add_argument(
+        "--dtype", metavar="NAME", help="what floating-point tensors become, such as bfloat16"
+    )
+    for name, what in (("include", "take only"), ("exclude", "leave out")):
+        command.add_argument(
+            f"--{name}",
+            action="append",
+            default=[],
+            metavar="PATTERN",
+            help=f"{what} entries whose name fits, such as 'model.*'; may be given more than once",
+        )
+    command.add_argument(
+        "--objects",
+        choices=("auto", "refuse", "sidecar"),
+        default="auto",
+        help="what becomes of Python objects that the format does not hold; see --ckpt-objects",
+    )
+    command.add_argument(
+        "--workers", type=_positive, default=1, metavar="N", help="processes that write (default: 1)"
+    )
+    command.add_argument(
+        "--memory",
+        default="256MiB",
+        metavar="SIZE",
+        help="for what is on its way from one to the other (default: 256MiB)",
+    )
+    for name, what in (("storage", "SRC"), ("target-storage", "DST")):
+        command.add_argument(
+            f"--{name}-options",
+            type=_json_object,
+            metavar="JSON",
+            help=f'for the storage of {what}, such as {{"endpoint_url": "https://s3.example"}}',
+        )
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_convert, command="convert")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    try:
+        import torch
+
+        from distckpt.convert import convert
+    except ImportError as error:
+        raise CheckpointError(f"convert needs torch, which cannot be imported: {error}") from error
+
+    dtype = None
+    if options.dtype is not None:
+        dtype = getattr(torch, options.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigError(f"--dtype: {options.dtype!r} is no floating-point dtype of torch")
+    with _ending_in_order(), _progress(quiet=options.json) as on_progress:
+        done = convert(
+            options.path,
+            options.target,
+            to=options.to,
+            dtype=dtype,
+            include=options.include,
+            exclude=options.exclude,
+            objects=options.objects,
+            workers=options.workers,
+            host_memory=options.memory,
+            source_options=options.storage_options,
+            target_options=options.target_storage_options,
+            on_progress=lambda _, now, total: on_progress(now, total),
+        )
+    if options.json:
+        print(json.dumps({"command": "convert", "exit_status": WELL, "source": options.path, **asdict(done)}))
+    else:
+        _print_row(
+            done.format, done.path, done.num_tensors, done.num_objects, done.nbytes, f"{done.seconds:.1f}"
+        )
+    return WELL
 
 
 def _positive_number(text: str) -> float:

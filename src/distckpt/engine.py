@@ -464,6 +464,11 @@ class Engine:
         """Frame a raw tensor of any device (see `staging.is_raw`)."""
         return self.stager.item(data)
 
+    @property
+    def aside(self) -> Format:
+        """The format of what is put aside."""
+        return _TORCH_DIST
+
     def check_aside(self, fqn: str, what: str) -> None:
         """Refuse an entry that the format does not hold, unless such ones are put aside.
 

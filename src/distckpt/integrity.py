@@ -163,21 +163,56 @@ class Integrity:
         Raises:
             IntegrityError: They differ; `file`, `item`, `expected` and `found` are filled.
         """
-        recorded = self._items.get((file, offset))
-        if recorded is None:
-            raise IntegrityError(
-                f"{self._url}/{file}: no manifest lists {fqn!r} at byte {offset}", file=file, item=fqn
-            )
-        nbytes, checksums = recorded
+        nbytes, checksums = self._recorded(file, offset, fqn)
         if nbytes != len(data):
             raise IntegrityError(
                 f"{self._url}/{file}: {fqn!r} at byte {offset} has {len(data)} of {nbytes} bytes",
                 file=file, item=fqn, expected=nbytes, found=len(data),
             )  # fmt: skip
+        if checksums:
+            self._compare(file, offset, data, checksums, fqn)
+
+    def widen(self, file: str, offset: int, low: int, high: int) -> tuple[int, int]:
+        """Return what must be read of an item, in bytes from its start, for [low, high) to be checked."""
+        nbytes, checksums = self._items.get((file, offset), (high, ()))
+        if not checksums:
+            return low, high
+        first = (offset + low) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES - offset
+        stop = -(-(offset + high) // CHECKSUM_BLOCK_BYTES) * CHECKSUM_BLOCK_BYTES - offset
+        return max(0, first), min(nbytes, stop)
+
+    def check_part(self, file: str, offset: int, first: int, data: bytearray | memoryview, fqn: str) -> None:
+        """Compare some bytes of an item, as `widen` has named them, with what was written; see `check`.
+
+        Args:
+            file: As for `check`.
+            offset: As for `check`.
+            first: Where the bytes begin, from the start of the item.
+            data: The bytes.
+            fqn: As for `check`.
+
+        Raises:
+            IntegrityError: As `check`.
+        """
+        _, checksums = self._recorded(file, offset, fqn)
         if not checksums:
             return
+        skipped = (offset + first) // CHECKSUM_BLOCK_BYTES - offset // CHECKSUM_BLOCK_BYTES
+        self._compare(file, offset + first, data, checksums[skipped:], fqn)
+
+    def _recorded(self, file: str, offset: int, fqn: str) -> tuple[int, Sequence[int]]:
+        recorded = self._items.get((file, offset))
+        if recorded is None:
+            raise IntegrityError(
+                f"{self._url}/{file}: no manifest lists {fqn!r} at byte {offset}", file=file, item=fqn
+            )
+        return recorded
+
+    def _compare(
+        self, file: str, offset: int, data: bytearray | memoryview, checksums: Sequence[int], fqn: str
+    ) -> None:
         with memoryview(data) as view:
-            for (start, size), expected in zip(block_spans(offset, nbytes), checksums, strict=True):
+            for (start, size), expected in zip(block_spans(offset, len(data)), checksums, strict=False):
                 with view[start - offset : start - offset + size] as block:
                     found = checksum(block)
                 if found != expected:

@@ -164,8 +164,8 @@ class Zarr:
             nodes[folder] = _group()
         inner = {where: nodes[where] for where in sorted(nodes)}
         documents = {f"{where}/{DOCUMENT}": _to_json(node) for where, node in inner.items()}
-        # zarr-python wants to know of each group below that it holds no documents of its own; and one array of
-        # a type that it does not know keeps it from opening the group.
+        # zarr-python wants to know of each group below that it holds no documents of its own; and one array
+        # of a type that it does not know keeps it from opening the group.
         told = {
             where: {**node, "consolidated_metadata": _consolidated({})}
             if node["node_type"] == "group"

@@ -1,0 +1,855 @@
+"""What can be converted: checkpoints of any format, opened as entries whose bytes are read when wanted.
+
+    a directory with .metadata     of distckpt or stock PyTorch, in any format
+    *.safetensors                  in a directory, or one file
+    zarr.json                      a store of zarr v3, through tensorstore
+    a file of torch.save           mapped into memory
+
+A tensor is read in any range of its bytes, row by row, however its chunks lie; that takes a few MiB for each
+thread.
+
+Invariants:
+    * What a commit has checksums of is compared with them before it is handed out.
+    * Chunks that do not fill their tensor are refused when the source is opened.
+
+Threads: entries may be read by several at once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import threading
+import zipfile
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.serialization import skip_data
+
+from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
+from distckpt.formats import contiguous_strides, format_of, open_format
+from distckpt.formats.safetensors import DTYPES as SAFETENSORS_DTYPES
+from distckpt.geometry import misfit
+from distckpt.integrity import Integrity, load_integrity
+from distckpt.manifest import METADATA
+from distckpt.metadata import unpickle_metadata
+from distckpt.storage import Storage, open_storage, reopen_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    Path = tuple[str | int, ...]
+
+_PIECE_BYTES = 8 << 20
+"""What is read of a chunk at once."""
+_KEPT_BYTES = 64 << 20
+_MOST_HEADER_BYTES = 100_000_000
+_SUFFIX = ".safetensors"
+_ZARR = "zarr.json"
+_LOCAL_HEADER_BYTES = 30
+
+
+class ObjectSource:
+    """A Python object, as torch.save has written it.
+
+    Attributes:
+        fqn: Name of the entry.
+        path: Keys that lead to it in the state.
+    """
+
+    def __init__(self, fqn: str, path: Path, read: Callable[[], bytes]) -> None:
+        self.fqn = fqn
+        self.path = path
+        self.read = read
+
+
+class TensorSource:
+    """A tensor whose bytes can be read in any range; those of subclasses differ in where they come from.
+
+    Attributes:
+        fqn: Name of the entry.
+        path: Keys that lead to it in the state.
+        dtype: Of its elements.
+        shape: In elements.
+        requires_grad: What is known of that.
+        nbytes: Bytes of all elements.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        path: Path,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        *,
+        requires_grad: bool = False,
+    ) -> None:
+        self.fqn = fqn
+        self.path = path
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.requires_grad = requires_grad
+        self.nbytes = math.prod(self.shape) * dtype.itemsize
+
+    def read_into(self, low: int, high: int, target: memoryview) -> None:
+        """Fill `target` with bytes [low, high) of the elements, row by row, in the machine's order of bytes.
+
+        Raises:
+            IntegrityError: They are not what was written.
+            WriteError: The storage refuses.
+        """
+        raise NotImplementedError
+
+
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        url: Where it is.
+        entries: All that it holds, in its own order.
+    """
+
+    def __init__(self, url: str, entries: Iterable[TensorSource | ObjectSource]) -> None:
+        self.url = url
+        self.entries = list(entries)
+
+
+def open_source(
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float | None = None,
+    weights_only: bool = True,
+) -> Source:
+    """Open a checkpoint for reading, whatever its format.
+
+    Args:
+        url: A directory, or a file of safetensors or torch.save.
+        storage_options: Passed to fsspec.
+        timeout_s: As for `open_storage`.
+        weights_only: Whether to refuse Python objects whose loading can run code.
+
+    Raises:
+        CheckpointError: There is none.
+        ConfigError: It cannot be opened with what is installed.
+        IntegrityError: It is damaged.
+        WriteError: The storage refuses.
+    """
+    text = os.fspath(url)
+    if os.path.isfile(text) and not text.endswith(_SUFFIX):
+        return Source(text, _torch_file(text, weights_only=weights_only))
+    folder, _, file = text.rstrip("/").rpartition("/") if text.endswith(_SUFFIX) else (text, "", "")
+    storage = open_storage(folder or ".", storage_options, timeout_s=timeout_s)
+    read = _Reader(storage, timeout_s)
+    if file:
+        return Source(text, _safetensors(read, [file]))
+    metadata = storage.read(METADATA)
+    if metadata is not None:
+        return Source(storage.url, _dcp(read, bytes(metadata), weights_only=weights_only))
+    present = storage.list()
+    files = sorted(name for name in present if name.endswith(_SUFFIX))
+    if files:
+        return Source(storage.url, _safetensors(read, files))
+    if _ZARR in present:
+        return Source(storage.url, _zarr(storage))
+    what = ", ".join(sorted(present)[:4]) or "nothing"
+    raise CheckpointError(
+        f"{storage.url} holds no complete checkpoint: neither {METADATA}, nor *{_SUFFIX}, nor {_ZARR}; "
+        f"there is {what}"
+    )
+
+
+def select(
+    entries: Sequence[TensorSource | ObjectSource], include: Sequence[str], exclude: Sequence[str]
+) -> list[TensorSource | ObjectSource]:
+    """Return the entries whose names fit one of `include`, if there are any, and none of `exclude`.
+
+    Raises:
+        ConfigError: A pattern fits nothing, or nothing is left.
+    """
+    for pattern in (*include, *exclude):
+        if not any(fnmatch.fnmatchcase(entry.fqn, pattern) for entry in entries):
+            names = ", ".join(entry.fqn for entry in entries[:3])
+            raise ConfigError(f"no entry has a name that fits {pattern!r}; there are {names}, ...")
+    chosen = [
+        entry
+        for entry in entries
+        if (not include or any(fnmatch.fnmatchcase(entry.fqn, pattern) for pattern in include))
+        and not any(fnmatch.fnmatchcase(entry.fqn, pattern) for pattern in exclude)
+    ]
+    if not chosen:
+        raise ConfigError("nothing is left to convert: every entry is excluded")
+    return chosen
+
+
+class _Cast(TensorSource):
+    def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
+        super().__init__(source.fqn, source.path, dtype, source.shape, requires_grad=source.requires_grad)
+        self._source = source
+
+    def read_into(self, low: int, high: int, target: memoryview) -> None:
+        own, other = self.dtype.itemsize, self._source.dtype.itemsize
+        step = _PIECE_BYTES // max(own, other)
+        first, stop = low // own, -(-high // own)
+        for start in range(first, stop, step):
+            end = min(start + step, stop)
+            data = bytearray((end - start) * other)
+            self._source.read_into(start * other, end * other, memoryview(data))
+            cast = torch.frombuffer(data, dtype=self._source.dtype).to(self.dtype).view(torch.uint8).numpy()
+            begin, until = max(low, start * own), min(high, end * own)
+            np.frombuffer(target, np.uint8)[begin - low : until - low] = cast[
+                begin - start * own : until - start * own
+            ]
+
+
+def cast(source: TensorSource, dtype: torch.dtype) -> TensorSource:
+    """Return `source` with elements of `dtype`, if they are floating-point numbers; else as it is."""
+    if source.dtype == dtype or not source.dtype.is_floating_point or source.nbytes == 0:
+        return source
+    return _Cast(source, dtype)
+
+
+# Chunks in files.
+
+
+class _Reader:
+    """Reads files of one checkpoint, on any thread."""
+
+    def __init__(self, storage: Storage, timeout_s: float | None) -> None:
+        self.storage = storage
+        self._timeout_s = timeout_s
+        self._local = threading.local()
+
+    def __call__(self, file: str, start: int, nbytes: int) -> memoryview:
+        """Return bytes of a file.
+
+        Raises:
+            IntegrityError: There are fewer.
+            WriteError: The storage refuses.
+        """
+        storage = self.storage
+        if storage.spec:
+            storage = getattr(self._local, "storage", None) or reopen_storage(
+                self.storage.spec, timeout_s=self._timeout_s
+            )
+            self._local.storage = storage
+        data = storage.read(file, start, nbytes)
+        if data is None or len(data) != nbytes:
+            found = "is missing" if data is None else f"ends {nbytes - len(data)} bytes early"
+            raise IntegrityError(f"{self.storage.url}/{file} {found}", file=file)
+        return memoryview(data)
+
+
+class _Stretch(NamedTuple):
+    """Bytes of a file that hold a chunk, and what they are compared with.
+
+    Attributes:
+        file: The file.
+        offset: Where they begin.
+        nbytes: How many there are.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+class _Chunk:
+    """A chunk of a tensor, its elements row by row in some stretch of a file.
+
+    Args:
+        read: Reads files.
+        stretch: Where it is, with what stands around it.
+        dtype: Of the elements.
+        offsets: Of the chunk in the tensor.
+        sizes: Of the chunk.
+        integrity: The checksums of the commit.
+        fqn: For messages.
+        weights_only: As for torch.load.
+    """
+
+    def __init__(
+        self,
+        read: _Reader,
+        stretch: _Stretch,
+        dtype: torch.dtype,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        fqn: str,
+        integrity: Integrity | None = None,
+        weights_only: bool = True,
+    ) -> None:
+        self.offsets = tuple(offsets)
+        self.sizes = tuple(sizes)
+        self._read = read
+        self._stretch = stretch
+        self._dtype = dtype
+        self._integrity = integrity
+        self._fqn = fqn
+        self._weights_only = weights_only
+        self._nbytes = math.prod(sizes) * dtype.itemsize
+        is_raw = format_of(stretch.file).name != "torch_dist"
+        self._payload: int | None = 0 if is_raw else None
+        """Where the elements begin in the stretch; None until it is known, negative if they do not lie so."""
+        self._lock = threading.Lock()
+
+    def read(self, low: int, high: int) -> memoryview:
+        """Return bytes [low, high) of the elements."""
+        with self._lock:
+            if self._payload is None:
+                self._payload = self._find_payload()
+        if self._payload < 0:
+            return _kept(self, self._load)[low:high]
+        return self._read_item(self._payload + low, self._payload + high)
+
+    def _read_item(self, low: int, high: int) -> memoryview:
+        """Return bytes of the stretch, compared with the commit, if it has checksums of them."""
+        file, offset, _ = self._stretch
+        if self._integrity is None:
+            return self._read(file, offset + low, high - low)
+        first, stop = self._integrity.widen(file, offset, low, high)
+        data = self._read(file, offset + first, stop - first)
+        self._integrity.check_part(file, offset, first, data, self._fqn)
+        return data[low - first : high - first]
+
+    def _find_payload(self) -> int:
+        frame = open_format("torch_dist").frame(self._dtype, self.sizes, contiguous_strides(self.sizes))
+        if len(frame.prefix) + self._nbytes + len(frame.suffix) == self._stretch.nbytes:
+            head = self._read(self._stretch.file, self._stretch.offset, len(frame.prefix))
+            if bytes(head) == frame.prefix:
+                return len(frame.prefix)
+        try:
+            found = _payload_in_archive(_RangeFile(self._read, self._stretch), self._dtype, self.sizes)
+        except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, LookupError, EOFError):
+            return -1
+        return -1 if found is None or found + self._nbytes > self._stretch.nbytes else found
+
+    def _load(self) -> memoryview:
+        data = self._read_item(0, self._stretch.nbytes)
+        try:
+            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=self._weights_only)
+        except Exception as error:
+            raise IntegrityError(
+                f"{self._read.storage.url}/{self._stretch.file}: {self._fqn!r} cannot be loaded: "
+                f"{type(error).__name__}: {error}",
+                file=self._stretch.file,
+                item=self._fqn,
+            ) from error
+        if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != self.sizes:
+            raise IntegrityError(
+                f"{self._read.storage.url}/{self._stretch.file}: {self._fqn!r} is not what the metadata says",
+                file=self._stretch.file,
+                item=self._fqn,
+            )
+        if loaded.is_quantized or loaded.layout is not torch.strided:
+            raise CheckpointError(f"{self._fqn!r} is {loaded.layout}, {loaded.dtype}: it cannot be converted")
+        return memoryview(loaded.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+_loaded: OrderedDict[int, memoryview] = OrderedDict()
+_loaded_lock = threading.Lock()
+
+
+def _kept(chunk: _Chunk, load: Callable[[], memoryview]) -> memoryview:
+    """Return the elements of a chunk that has to be loaded as a whole; the last few stay in memory."""
+    with _loaded_lock:
+        data = _loaded.pop(id(chunk), None)
+        if data is None:
+            data = load()
+        _loaded[id(chunk)] = data
+        while len(_loaded) > 1 and sum(each.nbytes for each in _loaded.values()) > _KEPT_BYTES:
+            _loaded.popitem(last=False)
+        return data
+
+
+class _RangeFile(io.RawIOBase):
+    """A stretch of a file, as a file of its own."""
+
+    def __init__(self, read: _Reader, stretch: _Stretch) -> None:
+        self._read = read
+        self._stretch = stretch
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._stretch.nbytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def read(self, size: int = -1, /) -> bytes:
+        left = max(0, self._stretch.nbytes - self._position)
+        size = left if size < 0 else min(size, left)
+        if size == 0:
+            return b""
+        data = bytes(self._read(self._stretch.file, self._stretch.offset + self._position, size))
+        self._position += size
+        return data
+
+
+class _Layout(pickle.Unpickler):
+    """Reads how a tensor lies in its storage, out of data.pkl of torch.save, and runs nothing of it."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        return lambda *arguments: (f"{module}.{name}", *arguments)
+
+
+def _payload_in_archive(file: _RangeFile, dtype: torch.dtype, sizes: tuple[int, ...]) -> int | None:
+    """Return where the elements begin in an archive of torch.save; None if they do not lie row by row."""
+    with zipfile.ZipFile(file) as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        with archive.open(f"{root}/byteorder") as record:
+            if record.read() != b"little":
+                return None
+        with archive.open(f"{root}/data.pkl") as record:
+            rebuilt = _Layout(record).load()
+        if isinstance(rebuilt, tuple) and rebuilt[0] == "torch._utils._rebuild_parameter":
+            rebuilt = rebuilt[1]
+        if not isinstance(rebuilt, tuple) or rebuilt[0] != "torch._utils._rebuild_tensor_v2":
+            return None
+        _, storage, first, shape, strides = rebuilt[:5]
+        # A seventh says that it is conjugated or negated.
+        is_plain = len(rebuilt) < 8 or not rebuilt[7]
+        if not is_plain or tuple(shape) != sizes or tuple(strides) != contiguous_strides(sizes):
+            return None
+        record_info = archive.getinfo(f"{root}/data/{storage[2]}")
+        if record_info.compress_type != zipfile.ZIP_STORED:
+            return None
+        file.seek(record_info.header_offset)
+        header = file.read(_LOCAL_HEADER_BYTES)
+        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        return int(record_info.header_offset + _LOCAL_HEADER_BYTES + names + first * dtype.itemsize)
+
+
+class _Chunked(TensorSource):
+    """A tensor in chunks that lie in files."""
+
+    def __init__(self, *args: Any, chunks: Sequence[_Chunk], requires_grad: bool = False) -> None:
+        super().__init__(*args, requires_grad=requires_grad)
+        wrong = misfit(self.shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        if wrong is not None:
+            raise IntegrityError(f"{self.fqn!r} is not complete: {wrong}", item=self.fqn)
+        strides = contiguous_strides(self.shape)
+        self._strides = strides
+        self._chunks = []
+        for chunk in chunks:
+            if 0 in chunk.sizes:
+                continue
+            first = sum(at * step for at, step in zip(chunk.offsets, strides, strict=True))
+            last = sum(
+                (at + size - 1) * step
+                for at, size, step in zip(chunk.offsets, chunk.sizes, strides, strict=True)
+            )
+            self._chunks.append((first * self.dtype.itemsize, (last + 1) * self.dtype.itemsize, chunk))
+        self._chunks.sort(key=lambda each: each[:2])
+
+    def read_into(self, low: int, high: int, target: memoryview) -> None:
+        out = np.frombuffer(target, np.uint8)
+        for first, stop, chunk in self._chunks:
+            if first >= high:
+                break
+            if stop > low:
+                self._copy(chunk, low, high, out)
+
+    def _copy(self, chunk: _Chunk, low: int, high: int, out: np.ndarray[Any, Any]) -> None:
+        """Copy what [low, high) of the tensor has of a chunk: runs that lie in one stretch of both."""
+        itemsize = self.dtype.itemsize
+        sizes, inner = chunk.sizes, len(chunk.sizes)
+        while inner > 0 and (inner == len(sizes) or sizes[inner] == self.shape[inner]):
+            inner -= 1
+        run = math.prod(sizes[inner:]) * itemsize
+        base = sum(at * step for at, step in zip(chunk.offsets, self._strides, strict=True)) * itemsize
+        # The last of the outer dimensions: runs at equal distances, copied many at a time.
+        count = sizes[inner - 1] if inner else 1
+        pitch = self._strides[inner - 1] * itemsize if inner else run
+        outer = itertools.product(*map(range, sizes[: max(0, inner - 1)]))
+        for number, place in enumerate(outer):
+            start = base + sum(at * self._strides[dim] for dim, at in enumerate(place)) * itemsize
+            if start >= high:
+                break
+            first = max(0, (low - start - run) // pitch + 1)
+            stop = min(count, -(-(high - start) // pitch))
+            if first < stop:
+                self._copy_runs(chunk, number * count, start, pitch, run, range(first, stop), low, high, out)
+
+    @staticmethod
+    def _copy_runs(
+        chunk: _Chunk,
+        runs_before: int,
+        start: int,
+        pitch: int,
+        run: int,
+        wanted: range,
+        low: int,
+        high: int,
+        out: np.ndarray[Any, Any],
+    ) -> None:
+        """Copy runs of a chunk.
+
+        Args:
+            chunk: The chunk.
+            runs_before: How many runs of the chunk lie before these.
+            start: Where run 0 begins in the tensor, in bytes.
+            pitch: From one run to the next, in the tensor.
+            run: Bytes of a run.
+            wanted: Which runs.
+            low: First byte of the tensor that is wanted.
+            high: Byte after the last.
+            out: Where byte `low` of the tensor is the first.
+        """
+        at_once = max(1, _PIECE_BYTES // run)
+        for first in range(wanted.start, wanted.stop, at_once):
+            stop = min(first + at_once, wanted.stop)
+            # Of the first and the last run perhaps a part.
+            begin = max(0, low - (start + first * pitch)) if stop - first == 1 else 0
+            end = min(run, high - (start + first * pitch)) if stop - first == 1 else run
+            for piece in range(begin, end, _PIECE_BYTES) if stop - first == 1 else (0,):
+                until = min(piece + _PIECE_BYTES, end) if stop - first == 1 else run
+                at = (runs_before + first) * run
+                data = np.frombuffer(chunk.read(at + piece, (runs_before + stop - 1) * run + until), np.uint8)
+                if stop - first == 1:
+                    to = start + first * pitch + piece - low
+                    out[to : to + len(data)] = data
+                    continue
+                for number, own in enumerate(data.reshape(stop - first, run), first):
+                    to = start + number * pitch - low
+                    head, tail = max(0, -to), min(run, len(out) - to)
+                    out[to + head : to + tail] = own[head:tail]
+
+
+def _dcp(read: _Reader, data: bytes, *, weights_only: bool) -> Iterator[TensorSource | ObjectSource]:
+    url = read.storage.url
+    integrity = load_integrity(read.storage, data)
+    metadata = unpickle_metadata(data, f"{url}/{METADATA}", weights_only=weights_only)
+    chunks_of: dict[str, list[tuple[Any, Any]]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{url}: {index.fqn!r} was written through extensions")
+        chunks_of.setdefault(index.fqn, []).append((index, info))
+    for fqn, entry in metadata.state_dict_metadata.items():
+        path = tuple((metadata.planner_data or {}).get(fqn, (fqn,)))
+        if not isinstance(entry, TensorStorageMetadata):
+            [(_, info)] = chunks_of[fqn]
+            stretch = _Stretch(info.relative_path, info.offset, info.length)
+            yield ObjectSource(fqn, path, _object_reader(read, stretch, integrity, fqn))
+            continue
+        sizes = {
+            tuple(chunk.offsets): tuple(chunk.sizes)
+            for chunk in reversed(entry.chunks)
+            if 0 not in chunk.sizes
+        }
+        chunks = [
+            _Chunk(
+                read,
+                _Stretch(info.relative_path, info.offset, info.length),
+                entry.properties.dtype,
+                tuple(index.offset),
+                sizes[tuple(index.offset)],
+                fqn=fqn,
+                integrity=integrity,
+                weights_only=weights_only,
+            )
+            for index, info in chunks_of.get(fqn, [])
+            if tuple(index.offset) in sizes
+        ]
+        yield _Chunked(
+            fqn,
+            path,
+            entry.properties.dtype,
+            entry.size,
+            chunks=chunks,
+            requires_grad=entry.properties.requires_grad,
+        )
+
+
+def _object_reader(
+    read: _Reader, stretch: _Stretch, integrity: Integrity | None, fqn: str
+) -> Callable[[], bytes]:
+    def load() -> bytes:
+        data = read(*stretch)
+        if integrity is not None:
+            integrity.check(stretch.file, stretch.offset, data, fqn)
+        return bytes(data)
+
+    return load
+
+
+def _safetensors(read: _Reader, files: Sequence[str]) -> Iterator[TensorSource]:
+    chunks_of: dict[str, list[_Chunk]] = {}
+    kinds: dict[str, torch.dtype] = {}
+    for file in files:
+        url = f"{read.storage.url}/{file}"
+        nbytes = int.from_bytes(read(file, 0, 8), "little")
+        if nbytes > _MOST_HEADER_BYTES:
+            raise IntegrityError(f"{url} is no file of safetensors: a header of {nbytes} bytes", file=file)
+        try:
+            header = json.loads(bytes(read(file, 8, nbytes)))
+            sharding = json.loads((header.pop("__metadata__", None) or {}).get("DCP_SHARDING_INFO", "{}"))
+            for fqn, told in header.items():
+                dtype = SAFETENSORS_DTYPES.get(told["dtype"])
+                if dtype is None:
+                    raise CheckpointError(f"{url}: {fqn!r} is of {told['dtype']}, which torch has not")
+                low, high = map(int, told["data_offsets"])
+                shape = tuple(map(int, told["shape"]))
+                if not 0 <= low <= high or high - low != math.prod(shape) * dtype.itemsize:
+                    raise ValueError(f"{fqn!r} of {shape} lies at {low} to {high}")
+                offsets = tuple(sharding.get(fqn, {}).get("saved_offsets", (0,) * len(shape)))
+                if kinds.setdefault(fqn, dtype) != dtype:
+                    raise ValueError(f"{fqn!r} has two dtypes")
+                stretch = _Stretch(file, 8 + nbytes + low, high - low)
+                chunks_of.setdefault(fqn, []).append(_Chunk(read, stretch, dtype, offsets, shape, fqn=fqn))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise IntegrityError(f"{url} is damaged: {error}", file=file) from error
+    for fqn, chunks in chunks_of.items():
+        ends = [[at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
+        yield _Chunked(
+            fqn, (fqn,), kinds[fqn], tuple(map(max, *ends)) if len(ends) > 1 else ends[0], chunks=chunks
+        )
+
+
+# Whatever else reads itself.
+
+
+class _Rows(TensorSource):
+    """A tensor of which some rows can be had as an array."""
+
+    def __init__(self, *args: Any, rows: Callable[[int, int], np.ndarray[Any, Any]]) -> None:
+        super().__init__(*args)
+        self._rows = rows
+
+    def read_into(self, low: int, high: int, target: memoryview) -> None:
+        out = np.frombuffer(target, np.uint8)
+        row = self.nbytes // self.shape[0] if self.shape else self.nbytes
+        at_once = max(1, _PIECE_BYTES // row)
+        for first in range(low // row, -(-high // row), at_once):
+            stop = min(first + at_once, -(-high // row))
+            data = self._rows(first, stop)
+            begin, end = max(low, first * row), min(high, stop * row)
+            out[begin - low : end - low] = data[begin - first * row : end - first * row]
+
+
+def _zarr(storage: Storage) -> Iterator[TensorSource]:
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise ConfigError(
+            f"{storage.url} is a store of zarr, read through tensorstore: pip install 'distckpt[zarr]'"
+        ) from error
+    root = getattr(storage, "root", None)
+    if root is None:
+        raise ConfigError(
+            f"{storage.url}: a store of zarr by another tool is read from a local directory only"
+        )
+    for folder, _, files in sorted(os.walk(root)):
+        if _ZARR not in files:
+            continue
+        with open(os.path.join(folder, _ZARR), "rb") as file:
+            document = json.loads(file.read())
+        if document.get("node_type") != "array":
+            continue
+        name = os.path.relpath(folder, root)
+        dtype = getattr(torch, str(document.get("data_type")), None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{folder} is of {document.get('data_type')}, which torch has not")
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": folder + "/"}}
+        array = tensorstore.open(spec, read=True).result()
+        path = tuple(name.split("/")) if name != "." else ("array",)
+        yield _Rows(".".join(path), path, dtype, array.shape, rows=_rows_of(array))
+
+
+def _rows_of(array: Any) -> Callable[[int, int], np.ndarray[Any, Any]]:
+    def rows(first: int, stop: int) -> np.ndarray[Any, Any]:
+        part = array[first:stop] if array.ndim else array
+        return np.ascontiguousarray(part.read().result()).reshape(-1).view(np.uint8)
+
+    return rows
+
+
+def _torch_file(path: str, *, weights_only: bool) -> Iterator[TensorSource | ObjectSource]:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint that torch.load(mmap=True) takes: {str(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not the dict of a state")
+    flat, paths = flatten_state_dict(state)
+    for fqn, value in flat.items():
+        own = tuple(paths[fqn])
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+            yield _Rows(fqn, own, value.dtype, value.shape, rows=_rows_in(value.detach()))
+        else:
+            yield ObjectSource(fqn, own, _saved(value))
+
+
+def _rows_in(tensor: torch.Tensor) -> Callable[[int, int], np.ndarray[Any, Any]]:
+    def rows(first: int, stop: int) -> np.ndarray[Any, Any]:
+        part = tensor[first:stop] if tensor.dim() else tensor
+        part = part.resolve_conj().resolve_neg().contiguous()
+        return part.reshape(-1).view(torch.uint8).numpy()
+
+    return rows
+
+
+def _saved(value: Any) -> Callable[[], bytes]:
+    def save() -> bytes:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer.getvalue()
+
+    return save
+
+
+# One file of torch.save.
+
+
+class _Gaps(io.RawIOBase):
+    """Writes what torch.save writes, but the bytes of storages, and notes where these belong."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._position = self._end = 0
+        self.gaps: list[tuple[int, int]] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        target = offset if whence == io.SEEK_SET else self._position + offset
+        if target > self._position:
+            self.gaps.append((self._position, target))
+        self._position = target
+        return target
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data)
+        done = 0
+        while done < view.nbytes:
+            done += os.pwrite(self._fd, view[done:], self._position + done)
+        self._position += view.nbytes
+        return view.nbytes
+
+
+def write_torch_file(
+    path: str | os.PathLike[str],
+    entries: Sequence[TensorSource | ObjectSource],
+    *,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+    weights_only: bool = True,
+) -> str:
+    """Write all of a state as one file of torch.save, without having it in memory.
+
+    Args:
+        path: A local file that does not exist.
+        entries: What it holds; containers follow their paths.
+        tell: Told bytes done and in all.
+        weights_only: Whether to refuse Python objects whose loading can run code.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        CheckpointError: An object cannot be loaded.
+        ConfigError: It is no local path.
+        WriteError: There is something, or the file system refuses.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise ConfigError(f"{text}: one file of torch.save is written to a local path only")
+    text = os.path.abspath(text)
+    if os.path.lexists(text):
+        raise WriteError(f"not written: there is something at {text}", path=text)
+    partial = f"{text}.{os.getpid()}.tmp"
+    try:
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _fill(fd, entries, tell, weights_only=weights_only)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(partial, text)
+        folder = os.open(os.path.dirname(text), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise WriteError(f"cannot write {text}: {error}", errno=error.errno, path=text) from error
+    finally:
+        if os.path.lexists(partial):
+            os.unlink(partial)
+    return text
+
+
+def _fill(
+    fd: int,
+    entries: Sequence[TensorSource | ObjectSource],
+    tell: Callable[[int, int], None],
+    *,
+    weights_only: bool,
+) -> None:
+    flat: dict[str, Any] = {}
+    tensors: list[TensorSource] = []
+    for entry in entries:
+        if isinstance(entry, ObjectSource):
+            try:
+                value = torch.load(io.BytesIO(entry.read()), map_location="cpu", weights_only=weights_only)
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(
+                    f"{entry.fqn!r} is more than tensors and plain values, and loading it can run code: "
+                    f"leave it out, or say weights_only=False for a checkpoint that you trust"
+                ) from error
+            flat[entry.fqn] = value
+            continue
+        if entry.nbytes:
+            tensors.append(entry)
+        # Never touched: address space only.
+        storage = torch.UntypedStorage(entry.nbytes, device="cpu")  # type: ignore[no-untyped-call]
+        empty = torch.empty(0, dtype=entry.dtype)
+        flat[entry.fqn] = empty.set_(storage, 0, entry.shape, contiguous_strides(entry.shape))
+    state = unflatten_state_dict(flat, {entry.fqn: tuple(entry.path) for entry in entries})
+    sink = _Gaps(fd)
+    with skip_data():
+        torch.save(state, sink)  # type: ignore[arg-type]
+    total = sum(entry.nbytes for entry in tensors)
+    done = 0
+    # In the order of the pickle, which is that of the state.
+    if [stop - start for start, stop in sink.gaps] != [entry.nbytes for entry in tensors]:
+        raise CheckpointError("torch.save has not written the tensors in the order of the state")
+    for (start, stop), entry in zip(sink.gaps, tensors, strict=True):
+        for low in range(0, stop - start, _PIECE_BYTES):
+            high = min(low + _PIECE_BYTES, stop - start)
+            data = bytearray(high - low)
+            entry.read_into(low, high, memoryview(data))
+            os.pwrite(fd, data, start + low)
+            done += high - low
+            tell(done, total)
