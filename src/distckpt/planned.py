@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from distckpt.assembly import assemble, entry_of
-from distckpt.chunking import cut
 from distckpt.engine import Engine, Residence, Written, collector_paused
 from distckpt.errors import CommitError, StagingError
 from distckpt.formats import Frame
 from distckpt.image import lay_out_image
+from distckpt.items import arrays_of, cut, resolve_items
 from distckpt.manifest import ItemTable, Manifest, plan_digest
-from distckpt.metadata import DCP_VERSION, arrays_of, merge_arrays, pickle_metadata, resolve_items
+from distckpt.metadata import DCP_VERSION, merge_arrays, pickle_metadata
 from distckpt.ownership import Common, Rules, divide
 from distckpt.planner import SavePlanner
 from distckpt.signature import Signature, View

@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.serialization import skip_data
 
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
-from distckpt.formats import contiguous_strides, format_of, open_format
-from distckpt.formats.safetensors import DTYPES as SAFETENSORS_DTYPES
+from distckpt.formats import contiguous_strides, format_of, open_format, safetensors_dtypes
 from distckpt.geometry import misfit
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import METADATA
@@ -599,6 +598,7 @@ def _object_reader(
 def _safetensors(read: _Reader, files: Sequence[str]) -> Iterator[TensorSource]:
     chunks_of: dict[str, list[_Chunk]] = {}
     kinds: dict[str, torch.dtype] = {}
+    dtypes = safetensors_dtypes()
     for file in files:
         url = f"{read.storage.url}/{file}"
         nbytes = int.from_bytes(read(file, 0, 8), "little")
@@ -608,7 +608,7 @@ def _safetensors(read: _Reader, files: Sequence[str]) -> Iterator[TensorSource]:
             header = json.loads(bytes(read(file, 8, nbytes)))
             sharding = json.loads((header.pop("__metadata__", None) or {}).get("DCP_SHARDING_INFO", "{}"))
             for fqn, told in header.items():
-                dtype = SAFETENSORS_DTYPES.get(told["dtype"])
+                dtype = dtypes.get(told["dtype"])
                 if dtype is None:
                     raise CheckpointError(f"{url}: {fqn!r} is of {told['dtype']}, which torch has not")
                 low, high = map(int, told["data_offsets"])

@@ -69,6 +69,8 @@ MAX_FDS = 8
 """Descriptors beside one message, at most; Linux allows 253 (unix(7), SCM_RIGHTS)."""
 _MOST_OPEN = 32
 """Files that a lane keeps open: each has two descriptors, and `ulimit -n` may be 256."""
+_CLOSERS = 8
+"""Files that a lane makes durable at once: their file systems commit them together."""
 _END_S = 4.0
 """A lane that has not ended what it was writing by then is given up."""
 _LONGEST_WAIT_S = 0.02
@@ -123,6 +125,14 @@ class Plan:
     def num_spans(self) -> tuple[int, ...]:
         """Number of checksums of each part, as `Board` wants it."""
         return tuple(len(part.spans) // 2 for part in self.parts)
+
+    @cached_property
+    def num_parts(self) -> list[int]:
+        """Number of parts of each file."""
+        counts = [0] * len(self.files)
+        for part in self.parts:
+            counts[part.file] += 1
+        return counts
 
     @cached_property
     def slabs(self) -> frozenset[int]:
@@ -453,6 +463,10 @@ class _Current:
         self._memory = memory
         self._takes_parts = storage.part_bytes(max(plan.files, default=0)) > 0
         self._behind = Threads(1, "distckpt-lane-behind")
+        # What makes files durable while others are written; of storages that say nothing, the lane itself.
+        self._closers = Threads(_CLOSERS, "distckpt-lane-close")
+        self._closes_apart = bool(getattr(storage, "closes_apart", False))
+        self._closing: list[Future[None]] = []
         self._lock = threading.Lock()
         # By index of the file; the one that was written to last is the last.
         self._images: dict[int, ImageFile] = {}
@@ -480,6 +494,8 @@ class _Current:
         finally:
             with self._lock:
                 self._users[part.file] -= 1
+                if self._closes_apart and self._plan.num_parts[part.file] == 1:
+                    self._close_apart(part.file)
         if self.record is not None:
             asked_s, ready_s = (times.get(part_index, start_s) for times in (self._asked, self._ready))
             self.record.parts.append((part_index, asked_s, ready_s, start_s, time.monotonic()))
@@ -490,16 +506,25 @@ class _Current:
         """Make everything durable; returns what was told of each file."""
         with self._lock:
             while self._images:
-                self._finish_image(next(iter(self._images)))
+                file = next(iter(self._images))
+                if self._closes_apart:
+                    self._close_apart(file)
+                else:
+                    self._finish_image(file)
+        for closing in self._closing:
+            closing.result()
         return self._receipts
 
     def end(self, timeout_s: float) -> bool:
         """Let go of everything; returns whether the threads have ended."""
         for image in list(self._images.values()):
             image.cancel()
-        has_ended = self.threads.close(timeout_s) and self._behind.close(timeout_s)
+        has_ended = (
+            self.threads.close(timeout_s) and self._behind.close(timeout_s) and self._closers.close(timeout_s)
+        )
         # Errors remember frames, and those the memory behind the buffers.
         self.writing.clear()
+        self._closing.clear()
         self.finishing = None
         if has_ended:
             for image in self._images.values():
@@ -515,18 +540,28 @@ class _Current:
                 idle = [number for number in self._images if not self._users[number]]
                 for number in idle[: max(0, 1 + len(self._images) - _MOST_OPEN)]:
                     self._finish_image(number)
+                # Not more files open, being closed, than there may be.
+                while len(self._closing) > _MOST_OPEN // 2:
+                    self._closing.pop(0).result()
                 image = self.storage.open_image(self.job.names[file], self.job.tokens[file])
             self._images[file] = image
             self._users[file] = self._users.get(file, 0) + 1
             return image
 
+    def _close_apart(self, file: int) -> None:
+        image = self._images.pop(file)
+        self._closing.append(self._closers.submit(self._finish, file, image))
+
     def _finish_image(self, file: int) -> None:
+        self._finish(file, self._images[file])
+        del self._images[file]
+
+    def _finish(self, file: int, image: ImageFile) -> None:
         start_s = time.monotonic()
-        receipts = self._images[file].finish()
+        receipts = image.finish()
         if self.record is not None:
             self.record.syncs.append((file, start_s, time.monotonic()))
         self._receipts.setdefault(file, []).extend(receipts)
-        del self._images[file]
 
     def _write_whole(self, image: ImageFile, part: Part) -> bytes:
         """Write a part in one call, once all of its checksums are known."""

@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from distckpt import observe
-from distckpt.chunking import cut
 from distckpt.commit import Claim, claim, exclusive_of, publish, refuse_part, seen_claim
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
@@ -52,16 +51,15 @@ from distckpt.errors import (
     clear_frames,
 )
 from distckpt.exitstatus import note_failure, watch_exit
+from distckpt.items import arrays_of, cut, resolve_items
 from distckpt.manifest import ManifestRef, write_manifest
 from distckpt.metadata import (
     DCP_VERSION,
-    arrays_of,
     cut_metadata,
     manifest_of,
     merge_arrays,
     merge_results,
     pickle_metadata,
-    resolve_items,
     write_documents,
 )
 from distckpt.ownership import Piece

@@ -38,6 +38,7 @@ __all__ = [
     "format_of",
     "lay_out",
     "open_format",
+    "safetensors_dtypes",
 ]
 
 FORMATS = ("torch_dist", "safetensors", "zarr")
@@ -282,6 +283,13 @@ def open_format(name: str, *, checksums: bool = True, is_whole: bool = False) ->
 
         return Zarr(checksums=checksums)
     raise ConfigError(f"ckpt_format: there is no format {name!r}: use one of {', '.join(FORMATS)}")
+
+
+def safetensors_dtypes() -> dict[str, torch.dtype]:
+    """Return the dtypes of safetensors, by the names that they have there."""
+    from distckpt.formats.safetensors import DTYPES
+
+    return DTYPES
 
 
 def format_of(file: str) -> Format:

@@ -1,4 +1,4 @@
-"""Items cut along the chunks of a grid, for formats whose files are the chunks of arrays.
+"""What a rank writes as items of the engine: resolved, framed, and cut where the format has a grid.
 
     what a rank writes  ->  the grid of each tensor, the same on all ranks  ->  one item for each chunk
 
@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import io
 import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,19 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from distckpt.errors import CheckpointError, StagingError
+from distckpt.formats import Entry, Frame
 from distckpt.geometry import shard_chunks
 from distckpt.ownership import Piece
 from distckpt.sharded import Sharded
+from distckpt.staging import Item, StagingFailure, is_raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from distckpt.formats import Format
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    from distckpt.engine import Engine
+    from distckpt.formats import Arrays, Format
 
     Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -90,6 +96,89 @@ def boxes_of(value: Any, own: Box) -> list[Box]:
         shards = value.metadata().shards_metadata
         return [(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards]
     return [own]
+
+
+def resolve_items(
+    engine: Engine, planner: SavePlanner, pieces: Sequence[Piece], rank: int
+) -> tuple[list[Item], dict[str, torch.dtype]]:
+    """Return the items of what this rank writes, and the dtypes of those whose plan says another.
+
+    Raises:
+        StagingError: The state could not be staged, or a tensor has not the shape that the plan says.
+    """
+    items: list[Item] = []
+    dtypes: dict[str, torch.dtype] = {}
+    for piece in pieces:
+        write_item = piece.item
+        data: Any = planner.resolve_data(write_item if piece.part is None else piece.whole)
+        if isinstance(data, StagingFailure):
+            raise data.error
+        fqn = write_item.index.fqn
+        if write_item.type is WriteItemType.BYTE_IO:
+            engine.check_aside(fqn, "a Python object")
+            items.append(Item(Frame(bytes(data.getbuffer()), b"")))
+            continue
+        if piece.part is not None:
+            data = data.detach()[piece.part]
+        planned = write_item.tensor_data
+        if planned is not None:
+            if data.shape != planned.chunk.sizes:
+                raise StagingError(
+                    f"{write_item.index.fqn!r} has shape {tuple(data.shape)} where the plan says "
+                    f"{tuple(planned.chunk.sizes)} (rank {rank})",
+                    rank=rank,
+                )
+            if data.dtype != planned.properties.dtype:
+                dtypes[write_item.index.fqn] = data.dtype
+        try:
+            items.append(_item(engine, piece, data, path_of(planner, fqn)))
+        except StagingError as error:
+            raise StagingError(f"{fqn!r}: {error} (rank {rank})", rank=rank) from error
+    return items, dtypes
+
+
+def path_of(planner: SavePlanner, fqn: str) -> tuple[str | int, ...]:
+    """Return the keys that lead to an entry in the state that `planner` has flattened."""
+    path = getattr(planner, "mappings", {}).get(fqn)
+    return (fqn,) if path is None else tuple(path)
+
+
+def _item(engine: Engine, piece: Piece, data: torch.Tensor, path: tuple[str | int, ...]) -> Item:
+    fqn, planned = piece.item.index.fqn, piece.item.tensor_data
+    if engine.format.has_grid and data.numel() == 0:
+        # There is no chunk without elements.
+        return _saved(data)
+    if not (is_raw(data) and engine.format.holds(data.dtype)):
+        engine.check_aside(fqn, f"a tensor of {data.dtype}, {data.layout}")
+        return _saved(data)
+    item = engine.item(data)
+    offsets = (0,) * data.dim() if planned is None else tuple(planned.chunk.offsets)
+    size = data.shape if planned is None else planned.size
+    item.entry = Entry(fqn, data.dtype, tuple(data.shape), offsets, path, tuple(size), piece.grid)
+    if engine.format.has_grid:
+        # Wherever it lies already: what stands around a chunk was not known then.
+        framed = Item(engine.format.frame_chunk(item.entry), item.tensor, item.nbytes, item.verbatim)
+        framed.entry = item.entry
+        return framed
+    return item
+
+
+def _saved(data: torch.Tensor) -> Item:
+    """Return what is no plain memory as torch.save writes it."""
+    buffer = io.BytesIO()
+    torch.save(data.detach().cpu(), buffer)
+    return Item(Frame(bytes(buffer.getbuffer()), b""))
+
+
+def arrays_of(pieces: Sequence[Piece], planner: SavePlanner) -> Arrays:
+    """Return what the tensors with a grid are, as `Format.documents` wants it."""
+    arrays: Arrays = {}
+    for piece in pieces:
+        fqn, data = piece.item.index.fqn, piece.item.tensor_data
+        if piece.grid is not None and data is not None and fqn not in arrays:
+            dtype = str(data.properties.dtype).removeprefix("torch.")
+            arrays[fqn] = [list(path_of(planner, fqn)), list(data.size), dtype, list(piece.grid)]
+    return arrays
 
 
 def _cut_piece(piece: Piece, grid: tuple[int, ...]) -> list[Piece]:
