@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import checksum
+import formats
 import large
 import object_store
 import planning
@@ -27,6 +28,8 @@ THEMES: dict[str, Callable[..., Outcome]] = {
     "async": stall.run,
     "planning": planning.run,
     "checksum": checksum.run,
+    "formats": formats.run,
+    "convert": formats.run_convert,
     "s3": object_store.run,
     "s3-brief": object_store.run_briefly,
 }

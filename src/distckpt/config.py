@@ -73,7 +73,7 @@ def _check_minutes(name: str, value: object) -> float:
 
 def _one_of(available: Sequence[str], planned: Sequence[str] = ()) -> Callable[[str, object], str]:
     """Make the check of a setting that takes one of a few words; `planned` ones do not exist yet."""
-    expected = " or ".join(available)
+    expected = " or ".join(filter(None, (", ".join(available[:-1]), available[-1])))
 
     def check(name: str, value: object) -> str:
         if isinstance(value, str) and value in available:
@@ -209,7 +209,7 @@ class CheckpointConfig:
     ckpt_format: str = field(
         default="torch_dist",
         metadata=_describe(
-            "layout of the files: torch_dist, which stock PyTorch reads, safetensors or zarr",
+            "layout of the files: torch_dist, which stock PyTorch reads, safetensors, or zarr (version 3)",
             _one_of(("torch_dist", "safetensors", "zarr")),
             metavar="FORMAT",
         ),

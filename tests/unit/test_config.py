@@ -28,6 +28,7 @@ DEFAULTS: dict[str, object] = {
     "async_save": False,
     "distributed_timeout_minutes": 10.0,
     "ckpt_format": "torch_dist",
+    "ckpt_objects": "auto",
     "ckpt_host_memory": "auto",
     "ckpt_bucket_bytes": "auto",
     "ckpt_direct_io": True,
@@ -44,6 +45,7 @@ FLAGS = {
     "--async-save",
     "--distributed-timeout-minutes",
     "--ckpt-format",
+    "--ckpt-objects",
     "--ckpt-host-memory",
     "--ckpt-bucket-bytes",
     "--ckpt-direct-io",
@@ -163,8 +165,6 @@ def test_bad_value_names_setting_and_value(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "available"),
     [
-        ("ckpt_format", "safetensors", "torch_dist"),
-        ("ckpt_format", "zarr", "torch_dist"),
         ("ckpt_on_failure", "warn", "raise"),
         ("ckpt_on_failure", "retry", "raise"),
     ],
@@ -408,7 +408,7 @@ def test_flags_reach_the_config() -> None:
         (["--ckpt-bucket-bytes", "1MiB"], "'auto' or one of 4MiB, 8MiB, 16MiB, 32MiB, 64MiB, 128MiB"),
         (["--ckpt-worker-cores", "all"], "a list of cores"),
         (["--ckpt-worker-cores", "99999"], "no core 99999 online"),
-        (["--ckpt-format", "zarr"], "'zarr' is not available in this version of distckpt"),
+        (["--ckpt-format", "hdf5"], "ckpt_format: expected torch_dist, safetensors or zarr, got 'hdf5'"),
         *(
             ([flag], f"{flag}: not available in this version of distckpt")
             for flag in sorted(UNAVAILABLE_FLAGS)
@@ -451,10 +451,21 @@ def test_flags_of_the_host_parser_are_left_alone_and_read(handler: str) -> None:
     assert CheckpointConfig.from_args(ours) == CheckpointConfig(ckpt_fully_parallel_save=False)
     # Where the program can only switch it off, it is on.
     assert parser.parse_args([]).ckpt_fully_parallel_save is True
-    with pytest.raises(ConfigError, match="ckpt_format: expected torch_dist, got 'torch'"):
+    with pytest.raises(
+        ConfigError, match="ckpt_format: expected torch_dist, safetensors or zarr, got 'torch'"
+    ):
         CheckpointConfig.from_args(parser.parse_args([]))
-    with pytest.raises(ConfigError, match="'zarr' is not available"):
-        CheckpointConfig.from_args(parser.parse_args(["--ckpt-format", "zarr"]))
+    assert CheckpointConfig.from_args(parser.parse_args(["--ckpt-format", "zarr"])).ckpt_format == "zarr"
+
+
+def test_what_becomes_of_objects_depends_on_the_format() -> None:
+    assert CheckpointConfig().puts_objects_aside
+    assert not CheckpointConfig(ckpt_format="safetensors").puts_objects_aside
+    assert CheckpointConfig(ckpt_format="safetensors", ckpt_objects="sidecar").puts_objects_aside
+    assert CheckpointConfig(ckpt_format="zarr").puts_objects_aside
+    assert not CheckpointConfig(ckpt_format="zarr", ckpt_objects="refuse").puts_objects_aside
+    with pytest.raises(ConfigError, match="ckpt_objects: torch_dist holds objects as they are"):
+        CheckpointConfig(ckpt_objects="refuse")
 
 
 def test_async_workers_warn_once_for_each_number(
