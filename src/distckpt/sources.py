@@ -25,9 +25,11 @@ import math
 import os
 import pickle
 import threading
+import types
 import zipfile
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -53,8 +55,12 @@ _PIECE_BYTES = 8 << 20
 _KEPT_BYTES = 64 << 20
 _MOST_HEADER_BYTES = 100_000_000
 _SUFFIX = ".safetensors"
+_INDEX = ".safetensors.index.json"
+_MAIN_INDEX = "model" + _INDEX
 _ZARR = "zarr.json"
 _LOCAL_HEADER_BYTES = 30
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+"""Their tensors cannot be made without scales, and so have no frame."""
 
 
 class ObjectSource:
@@ -157,7 +163,7 @@ def open_source(
     present = storage.list()
     files = sorted(name for name in present if name.endswith(_SUFFIX))
     if files:
-        return Source(storage.url, _safetensors(read, files))
+        return Source(storage.url, _indexed(read, files, present))
     if _ZARR in present:
         return Source(storage.url, _zarr(storage))
     what = ", ".join(sorted(present)[:4]) or "nothing"
@@ -212,7 +218,7 @@ class _Cast(TensorSource):
 
 def cast(source: TensorSource, dtype: torch.dtype) -> TensorSource:
     """Return `source` with elements of `dtype`, if they are floating-point numbers; else as it is."""
-    if source.dtype == dtype or not source.dtype.is_floating_point or source.nbytes == 0:
+    if source.dtype == dtype or not source.dtype.is_floating_point:
         return source
     return _Cast(source, dtype)
 
@@ -227,6 +233,19 @@ class _Reader:
         self.storage = storage
         self._timeout_s = timeout_s
         self._local = threading.local()
+        self._loaded: OrderedDict[_Chunk, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, chunk: _Chunk, load: Callable[[], memoryview]) -> memoryview:
+        """Return the elements of a chunk that has to be loaded as a whole; the last few stay in memory."""
+        with self._lock:
+            data = self._loaded.pop(chunk, None)
+            if data is None:
+                data = load()
+            self._loaded[chunk] = data
+            while len(self._loaded) > 1 and sum(each.nbytes for each in self._loaded.values()) > _KEPT_BYTES:
+                self._loaded.popitem(last=False)
+            return data
 
     def __call__(self, file: str, start: int, nbytes: int) -> memoryview:
         """Return bytes of a file.
@@ -308,7 +327,7 @@ class _Chunk:
             if self._payload is None:
                 self._payload = self._find_payload()
         if self._payload < 0:
-            return _kept(self, self._load)[low:high]
+            return self._read.keep(self, self._load)[low:high]
         return self._read_item(self._payload + low, self._payload + high)
 
     def _read_item(self, low: int, high: int) -> memoryview:
@@ -322,6 +341,8 @@ class _Chunk:
         return data[low - first : high - first]
 
     def _find_payload(self) -> int:
+        if self._dtype in _QUANTIZED:
+            return -1
         frame = open_format("torch_dist").frame(self._dtype, self.sizes, contiguous_strides(self.sizes))
         if len(frame.prefix) + self._nbytes + len(frame.suffix) == self._stretch.nbytes:
             head = self._read(self._stretch.file, self._stretch.offset, len(frame.prefix))
@@ -344,7 +365,10 @@ class _Chunk:
                 file=self._stretch.file,
                 item=self._fqn,
             ) from error
-        if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != self.sizes:
+        if not isinstance(loaded, torch.Tensor) or (loaded.dtype, tuple(loaded.shape)) != (
+            self._dtype,
+            self.sizes,
+        ):
             raise IntegrityError(
                 f"{self._read.storage.url}/{self._stretch.file}: {self._fqn!r} is not what the metadata says",
                 file=self._stretch.file,
@@ -352,23 +376,9 @@ class _Chunk:
             )
         if loaded.is_quantized or loaded.layout is not torch.strided:
             raise CheckpointError(f"{self._fqn!r} is {loaded.layout}, {loaded.dtype}: it cannot be converted")
-        return memoryview(loaded.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-
-
-_loaded: OrderedDict[int, memoryview] = OrderedDict()
-_loaded_lock = threading.Lock()
-
-
-def _kept(chunk: _Chunk, load: Callable[[], memoryview]) -> memoryview:
-    """Return the elements of a chunk that has to be loaded as a whole; the last few stay in memory."""
-    with _loaded_lock:
-        data = _loaded.pop(id(chunk), None)
-        if data is None:
-            data = load()
-        _loaded[id(chunk)] = data
-        while len(_loaded) > 1 and sum(each.nbytes for each in _loaded.values()) > _KEPT_BYTES:
-            _loaded.popitem(last=False)
-        return data
+        return memoryview(
+            loaded.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().data
+        )
 
 
 class _RangeFile(io.RawIOBase):
@@ -429,6 +439,9 @@ def _payload_in_archive(file: _RangeFile, dtype: torch.dtype, sizes: tuple[int, 
         if not isinstance(rebuilt, tuple) or rebuilt[0] != "torch._utils._rebuild_tensor_v2":
             return None
         _, storage, first, shape, strides = rebuilt[:5]
+        [kind] = storage[1]()
+        if getattr(getattr(torch, kind.rpartition(".")[2], None), "_dtype", None) is not dtype:
+            return None
         # A seventh says that it is conjugated or negated.
         is_plain = len(rebuilt) < 8 or not rebuilt[7]
         if not is_plain or tuple(shape) != sizes or tuple(strides) != contiguous_strides(sizes):
@@ -550,6 +563,8 @@ def _dcp(read: _Reader, data: bytes, *, weights_only: bool) -> Iterator[TensorSo
     for fqn, entry in metadata.state_dict_metadata.items():
         path = tuple((metadata.planner_data or {}).get(fqn, (fqn,)))
         if not isinstance(entry, TensorStorageMetadata):
+            if len(chunks_of.get(fqn, ())) != 1:
+                raise IntegrityError(f"{url}: the metadata does not say where {fqn!r} lies", item=fqn)
             [(_, info)] = chunks_of[fqn]
             stretch = _Stretch(info.relative_path, info.offset, info.length)
             yield ObjectSource(fqn, path, _object_reader(read, stretch, integrity, fqn))
@@ -595,6 +610,32 @@ def _object_reader(
     return load
 
 
+def _indexed(read: _Reader, files: Sequence[str], present: Mapping[str, int]) -> list[TensorSource]:
+    """Return the tensors of the files that the index names, if there is one; else of all.
+
+    Raises:
+        IntegrityError: A file or a tensor that it names is not there; `file` is filled.
+    """
+    indices = [name for name in present if name.endswith(_INDEX)]
+    index = _MAIN_INDEX if _MAIN_INDEX in indices else indices[0] if len(indices) == 1 else None
+    if index is None:
+        return list(_safetensors(read, files))
+    where = f"{read.storage.url}/{index}"
+    try:
+        weights = dict(json.loads(bytes(read(index, 0, present[index])))["weight_map"])
+        named = sorted(set(weights.values()))
+    except (ValueError, LookupError, TypeError) as error:
+        raise IntegrityError(f"{where} is no index: {error}", file=index) from error
+    for name in named:
+        if name not in present:
+            raise IntegrityError(f"{where} names {name}, which is missing", file=name)
+    found = list(_safetensors(read, named))
+    missing = weights.keys() - {source.fqn for source in found}
+    if missing:
+        raise IntegrityError(f"{where} names {min(missing)!r}, which no file holds", file=index)
+    return found
+
+
 def _safetensors(read: _Reader, files: Sequence[str]) -> Iterator[TensorSource]:
     chunks_of: dict[str, list[_Chunk]] = {}
     kinds: dict[str, torch.dtype] = {}
@@ -604,6 +645,7 @@ def _safetensors(read: _Reader, files: Sequence[str]) -> Iterator[TensorSource]:
         nbytes = int.from_bytes(read(file, 0, 8), "little")
         if nbytes > _MOST_HEADER_BYTES:
             raise IntegrityError(f"{url} is no file of safetensors: a header of {nbytes} bytes", file=file)
+        spans: list[tuple[int, int]] = []
         try:
             header = json.loads(bytes(read(file, 8, nbytes)))
             sharding = json.loads((header.pop("__metadata__", None) or {}).get("DCP_SHARDING_INFO", "{}"))
@@ -618,10 +660,18 @@ def _safetensors(read: _Reader, files: Sequence[str]) -> Iterator[TensorSource]:
                 offsets = tuple(sharding.get(fqn, {}).get("saved_offsets", (0,) * len(shape)))
                 if kinds.setdefault(fqn, dtype) != dtype:
                     raise ValueError(f"{fqn!r} has two dtypes")
+                spans.append((low, high))
                 stretch = _Stretch(file, 8 + nbytes + low, high - low)
                 chunks_of.setdefault(fqn, []).append(_Chunk(read, stretch, dtype, offsets, shape, fqn=fqn))
+            spans.sort()
+            if any(low < end for (_, end), (low, _) in itertools.pairwise(spans)):
+                raise ValueError("tensors overlap")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise IntegrityError(f"{url} is damaged: {error}", file=file) from error
+        end = max((high for _, high in spans), default=0)
+        if end:
+            # That the file reaches so far.
+            read(file, 8 + nbytes + end - 1, 1)
     for fqn, chunks in chunks_of.items():
         ends = [[at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
         yield _Chunked(
@@ -633,15 +683,31 @@ def _safetensors(read: _Reader, files: Sequence[str]) -> Iterator[TensorSource]:
 
 
 class _Rows(TensorSource):
-    """A tensor of which some rows can be had as an array."""
+    """A tensor of which some rows can be had as an array.
 
-    def __init__(self, *args: Any, rows: Callable[[int, int], np.ndarray[Any, Any]]) -> None:
-        super().__init__(*args)
+    Args:
+        *args: As for `TensorSource`.
+        rows: Returns the bytes of some rows.
+        num_rows: How many these are in all.
+        requires_grad: As for `TensorSource`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        rows: Callable[[int, int], np.ndarray[Any, Any]],
+        num_rows: int,
+        requires_grad: bool = False,
+    ) -> None:
+        super().__init__(*args, requires_grad=requires_grad)
         self._rows = rows
+        self._num_rows = num_rows
 
     def read_into(self, low: int, high: int, target: memoryview) -> None:
         out = np.frombuffer(target, np.uint8)
-        row = self.nbytes // self.shape[0] if self.shape else self.nbytes
+        if low == high:
+            return
+        row = self.nbytes // self._num_rows
         at_once = max(1, _PIECE_BYTES // row)
         for first in range(low // row, -(-high // row), at_once):
             stop = min(first + at_once, -(-high // row))
@@ -675,8 +741,16 @@ def _zarr(storage: Storage) -> Iterator[TensorSource]:
             raise CheckpointError(f"{folder} is of {document.get('data_type')}, which torch has not")
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": folder + "/"}}
         array = tensorstore.open(spec, read=True).result()
-        path = tuple(name.split("/")) if name != "." else ("array",)
-        yield _Rows(".".join(path), path, dtype, array.shape, rows=_rows_of(array))
+        path = tuple(map(unquote, name.split("/"))) if name != "." else ("array",)
+        # One row of one row of many is many rows.
+        shape, rows = array.shape, array
+        while rows.ndim > 1 and rows.shape[0] == 1:
+            rows = rows[0]
+        yield _Rows(".".join(path), path, dtype, shape, rows=_rows_of(rows), num_rows=_first(rows.shape))
+
+
+def _first(shape: Sequence[int]) -> int:
+    return shape[0] if len(shape) else 1
 
 
 def _rows_of(array: Any) -> Callable[[int, int], np.ndarray[Any, Any]]:
@@ -700,12 +774,26 @@ def _torch_file(path: str, *, weights_only: bool) -> Iterator[TensorSource | Obj
     for fqn, value in flat.items():
         own = tuple(paths[fqn])
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
-            yield _Rows(fqn, own, value.dtype, value.shape, rows=_rows_in(value.detach()))
+            rows = value.detach()
+            rows = rows.view(-1) if rows.is_contiguous() else rows
+            while rows.dim() > 1 and rows.shape[0] == 1:
+                rows = rows[0]
+            yield _Rows(
+                fqn,
+                own,
+                value.dtype,
+                value.shape,
+                rows=_rows_in(rows),
+                num_rows=_first(rows.shape),
+                requires_grad=value.requires_grad,
+            )
         else:
             yield ObjectSource(fqn, own, _saved(value))
 
 
 def _rows_in(tensor: torch.Tensor) -> Callable[[int, int], np.ndarray[Any, Any]]:
+    """Return what reads rows of a tensor, as `_rows_of`."""
+
     def rows(first: int, stop: int) -> np.ndarray[Any, Any]:
         part = tensor[first:stop] if tensor.dim() else tensor
         part = part.resolve_conj().resolve_neg().contiguous()
@@ -724,6 +812,12 @@ def _saved(value: Any) -> Callable[[], bytes]:
 
 
 # One file of torch.save.
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
 
 
 class _Gaps(io.RawIOBase):
@@ -752,9 +846,7 @@ class _Gaps(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data)
-        done = 0
-        while done < view.nbytes:
-            done += os.pwrite(self._fd, view[done:], self._position + done)
+        _write_all(self._fd, view, self._position)
         self._position += view.nbytes
         return view.nbytes
 
@@ -810,6 +902,33 @@ def write_torch_file(
     return text
 
 
+class _Placeholder(TensorSource):
+    """The bytes of a storage that is in memory."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__("", (), torch.uint8, (storage.nbytes(),))
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+    def read_into(self, low: int, high: int, target: memoryview) -> None:
+        np.frombuffer(target, np.uint8)[:] = self._bytes[low:high]
+
+
+def _recording(seen: list[torch.UntypedStorage]) -> Any:
+    """Return what torch.save takes for a pickle module, which notes storages in the order of the file."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+                storage = value.untyped_storage()
+                if storage.nbytes():
+                    seen.append(storage)
+            return NotImplemented
+
+    module = types.ModuleType("pickle")
+    module.__dict__.update(vars(pickle), Pickler=Pickler)
+    return module
+
+
 def _fill(
     fd: int,
     entries: Sequence[TensorSource | ObjectSource],
@@ -818,7 +937,7 @@ def _fill(
     weights_only: bool,
 ) -> None:
     flat: dict[str, Any] = {}
-    tensors: list[TensorSource] = []
+    sources: dict[int, TensorSource] = {}
     for entry in entries:
         if isinstance(entry, ObjectSource):
             try:
@@ -830,26 +949,28 @@ def _fill(
                 ) from error
             flat[entry.fqn] = value
             continue
-        if entry.nbytes:
-            tensors.append(entry)
         # Never touched: address space only.
         storage = torch.UntypedStorage(entry.nbytes, device="cpu")  # type: ignore[no-untyped-call]
+        sources[storage._cdata] = entry  # noqa: SLF001
         empty = torch.empty(0, dtype=entry.dtype)
-        flat[entry.fqn] = empty.set_(storage, 0, entry.shape, contiguous_strides(entry.shape))
+        tensor = empty.set_(storage, 0, entry.shape, contiguous_strides(entry.shape))
+        flat[entry.fqn] = tensor.requires_grad_(entry.requires_grad)
     state = unflatten_state_dict(flat, {entry.fqn: tuple(entry.path) for entry in entries})
-    sink = _Gaps(fd)
+    sink, seen = _Gaps(fd), list[torch.UntypedStorage]()
     with skip_data():
-        torch.save(state, sink)  # type: ignore[arg-type]
-    total = sum(entry.nbytes for entry in tensors)
+        torch.save(state, sink, pickle_module=_recording(seen))  # type: ignore[arg-type]
+    # Each once, as it was first seen: so torch.save writes them.
+    storages = list({storage._cdata: storage for storage in seen}.values())  # noqa: SLF001
+    if [stop - start for start, stop in sink.gaps] != [storage.nbytes() for storage in storages]:
+        raise CheckpointError("torch.save has written other storages than it was seen to pickle")
+    total = sum(storage.nbytes() for storage in storages)
     done = 0
-    # In the order of the pickle, which is that of the state.
-    if [stop - start for start, stop in sink.gaps] != [entry.nbytes for entry in tensors]:
-        raise CheckpointError("torch.save has not written the tensors in the order of the state")
-    for (start, stop), entry in zip(sink.gaps, tensors, strict=True):
+    for (start, stop), storage in zip(sink.gaps, storages, strict=True):
+        source = sources.get(storage._cdata) or _Placeholder(storage)  # noqa: SLF001
         for low in range(0, stop - start, _PIECE_BYTES):
             high = min(low + _PIECE_BYTES, stop - start)
             data = bytearray(high - low)
-            entry.read_into(low, high, memoryview(data))
-            os.pwrite(fd, data, start + low)
+            source.read_into(low, high, memoryview(data))
+            _write_all(fd, memoryview(data), start + low)
             done += high - low
             tell(done, total)

@@ -86,7 +86,11 @@ BANNED: list[tuple[str, frozenset[str], str]] = [
     (r"concurrent\.futures\.ProcessPoolExecutor", frozenset(), "is multiprocessing"),
     (r"logging\.(basicConfig|root)", frozenset(), "the root logger belongs to the program"),
     (r"print", frozenset({"cli", "worker"}), "log instead"),
-    (r"pickle\.(load|loads|Unpickler)", frozenset({"metadata", "sources", "writer"}), "unpickling runs what it reads"),
+    (
+        r"pickle\.(load|loads|Unpickler)",
+        frozenset({"metadata", "sources", "writer"}),
+        "unpickling runs what it reads",
+    ),
     (
         (
             r"(.*\.)?(all_gather|all_reduce|all_to_all|reduce_scatter)\w*"
