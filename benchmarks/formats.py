@@ -42,15 +42,19 @@ print(json.dumps({"seconds": time.perf_counter() - started}))
 
 
 def _state(nbytes: int) -> dict[str, torch.Tensor]:
-    """Return bf16 weights, and fp32 weights and moments, of transformer blocks of Llama 3 8B, narrower."""
-    width, state = 1024, {}
+    """Return what one of 8 ranks has of blocks of Llama 3 8B: bf16 weights, fp32 weights and two moments."""
+    state = {}
     shapes = {
-        "attention.wq": (width, width), "attention.wk": (width // 4, width),
-        "attention.wv": (width // 4, width),
-        "attention.wo": (width, width), "mlp.gate": (7 * width // 2, width),
-        "mlp.up": (7 * width // 2, width),
-        "mlp.down": (width, 7 * width // 2), "attention_norm": (width,), "mlp_norm": (width,),
-    }  # fmt: skip
+        "attention.wq": (512, 4096),
+        "attention.wk": (128, 4096),
+        "attention.wv": (128, 4096),
+        "attention.wo": (512, 4096),
+        "mlp.gate": (1792, 4096),
+        "mlp.up": (1792, 4096),
+        "mlp.down": (512, 14336),
+        "attention_norm": (512,),
+        "mlp_norm": (512,),
+    }
     kinds = {
         "model": torch.bfloat16,
         "master": torch.float32,

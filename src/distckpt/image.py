@@ -186,6 +186,13 @@ def lay_out_image(
         parts_by_file.append(
             list(_parts(number, file, sizes, homes, size, checksums=checksums, are_whole=bool(whole_parts)))
         )
+    for name, data in _companions(entries, file_format):
+        file = ImageFile([], [], len(data), 0, data, name=name)
+        size = whole_parts(file.nbytes) if whole_parts else part_bytes
+        parts_by_file.append(
+            list(_parts(len(files), file, sizes, (), size, checksums=checksums, are_whole=bool(whole_parts)))
+        )
+        files.append(file)
     longest = max(map(len, parts_by_file), default=0)
     parts = [
         part for first in range(0, longest, run) for own in parts_by_file for part in own[first : first + run]
@@ -222,6 +229,15 @@ def _pack(
                 continue
             for split in file_format.split([_entry(entries, index) for index in own]):
                 yield False, [own[place] for place in split]
+
+
+def _companions(
+    entries: Sequence[Entry | None], file_format: FileFormat | None
+) -> Iterator[tuple[str, bytes]]:
+    if file_format is not None:
+        for entry in entries:
+            if entry is not None:
+                yield from file_format.companions(entry).items()
 
 
 def _entry(entries: Sequence[Entry | None], index: int) -> Entry:

@@ -228,21 +228,37 @@ def test_documents_of_one_node_are_refused() -> None:
 
 
 def test_the_root_comes_last_and_holds_all_documents() -> None:
-    arrays = {"a.b": [["a", "b"], [2, 2], "float32", [2, 2]], "a.h": [["a", "h"], [2], "bfloat16", [2]]}
+    arrays = {
+        "a.b": [["a", "b"], [2, 2], "float32", [2, 2]],
+        "a.e": [["a", "e"], [0, 2], "float32", [1, 2]],
+        "a.h": [["a", "h"], [2], "bfloat16", [2]],
+    }
     documents = Zarr().documents({}, arrays)
-    assert list(documents) == ["a/zarr.json", "a/b/zarr.json", "a/h/zarr.json", "zarr.json"]
+    # An array without elements has no first chunk, beside which its document would lie.
+    assert list(documents) == ["a/zarr.json", "a/e/zarr.json", "zarr.json"]
     told = json.loads(documents["zarr.json"])["consolidated_metadata"]["metadata"]
     # zarr-python does not open a group that it is told has bfloat16 in it.
-    assert list(told) == ["a", "a/b"]
-    array = json.loads(documents["a/h/zarr.json"])
-    assert array["data_type"] == "bfloat16"
+    assert list(told) == ["a", "a/b", "a/e"]
+
+
+def test_a_document_lies_beside_the_first_chunk() -> None:
+    first = Entry("a.h", torch.bfloat16, (2,), (0,), ("a", "h"), (4,), (2,))
+    [(name, text)] = Zarr().companions(first).items()
+    array = json.loads(text)
+    assert (name, array["shape"], array["data_type"]) == ("a/h/zarr.json", [4], "bfloat16")
     assert [codec["name"] for codec in array["codecs"]] == ["bytes", "crc32c"]
+    assert not Zarr().companions(first._replace(offsets=(2,)))
+    image = lay_out_image([8], 1, 4 * MIB, file_format=Zarr(), entries=[first])
+    assert [(file.name, file.items, file.header) for file in image.files] == [
+        ("a/h/c.0", [0], b""),
+        ("a/h/zarr.json", [], text),
+    ]
 
 
 def test_a_checksum_that_would_lie_in_two_blocks_is_left_out() -> None:
-    arrays = {"a": [["a"], [4 * MIB - 2], "uint8", [4 * MIB - 2]]}
-    array = json.loads(Zarr().documents({}, arrays)["a/zarr.json"])
-    assert [codec["name"] for codec in array["codecs"]] == ["bytes"]
+    shape = (4 * MIB - 2,)
+    [text] = Zarr().companions(Entry("a", torch.uint8, shape, (0,), ("a",), shape, shape)).values()
+    assert [codec["name"] for codec in json.loads(text)["codecs"]] == ["bytes"]
     assert not Zarr(checksums=False).lay_out([8], [entry_of_chunk((2,), (2,))]).is_sealed
 
 

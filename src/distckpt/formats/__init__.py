@@ -105,6 +105,9 @@ class FileLayout(NamedTuple):
 class FileFormat(Protocol):
     """How items lie in files."""
 
+    def companions(self, entry: Entry) -> dict[str, bytes]:
+        """Return the small files, by name, that whoever writes this item writes, too."""
+
     def split(self, entries: Sequence[Entry]) -> list[list[int]]:
         """Spread what could be one file over as many as it takes.
 
@@ -171,7 +174,7 @@ class Format(FileFormat, Protocol):
         """Return the bytes around the payload of a chunk of a grid."""
 
     def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
-        """Return the small files, by name, by which readers of the format find their way; the main one last.
+        """Return the other small files by which readers of the format find their way; the main one last.
 
         Args:
             places: Where the chunks of each tensor lie.
@@ -256,6 +259,10 @@ class Documents:
     def lay_out(self, sizes: Sequence[int], entries: Sequence[Entry]) -> FileLayout:
         """See `Format.lay_out`."""
         return FileLayout([0], sizes[0], name=entries[0].fqn)
+
+    def companions(self, entry: Entry) -> dict[str, bytes]:
+        """See `Format.companions`."""
+        return {}
 
 
 def open_format(name: str, *, checksums: bool = True, is_whole: bool = False) -> Format:

@@ -156,6 +156,10 @@ class Safetensors:
         """See `Format.frame_chunk`."""
         return self.frame(entry.dtype, entry.shape, ())
 
+    def companions(self, entry: Entry) -> dict[str, bytes]:
+        """See `Format.companions`."""
+        return {}
+
     def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
         """See `Format.documents`: the index, if every tensor lies in one piece."""
         weight_map: dict[str, str] = {}

@@ -152,6 +152,10 @@ class TorchDist:
         """See `Format.frame_chunk`."""
         return self.frame(entry.dtype, entry.shape, ())
 
+    def companions(self, entry: Entry) -> dict[str, bytes]:
+        """See `Format.companions`."""
+        return {}
+
     def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
         """See `Format.documents`: the metadata of torch says it all."""
         return {}

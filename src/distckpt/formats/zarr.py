@@ -139,6 +139,14 @@ class Zarr:
         """
         raise AssertionError("a chunk has a name")
 
+    def companions(self, entry: Entry) -> dict[str, bytes]:
+        """See `Format.companions`: with the first chunk of an array goes what the array is."""
+        if any(entry.offsets):
+            return {}
+        assert entry.grid is not None, "what is cut has a grid"
+        document = self._array(entry.fqn, entry.size, entry.dtype, entry.grid)
+        return {f"{array_path(entry.path)}/{DOCUMENT}": _to_json(document)}
+
     def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
         """See `Format.documents`.
 
@@ -163,7 +171,12 @@ class Zarr:
                 raise ConfigError(f"{fqns[folder]!r} is an array of zarr, and there are entries below it")
             nodes[folder] = _group()
         inner = {where: nodes[where] for where in sorted(nodes)}
-        documents = {f"{where}/{DOCUMENT}": _to_json(node) for where, node in inner.items()}
+        # Those of arrays lie beside their first chunks already, if they have any.
+        documents = {
+            f"{where}/{DOCUMENT}": _to_json(node)
+            for where, node in inner.items()
+            if node["node_type"] == "group" or 0 in node["shape"]
+        }
         # zarr-python wants to know of each group below that it holds no documents of its own; and one array
         # of a type that it does not know keeps it from opening the group.
         told = {
