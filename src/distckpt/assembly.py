@@ -80,6 +80,7 @@ def assemble(
         ReplicasDiffer: Ranks have not the chunks that their mesh says.
     """
     check_shares(manifests, common)
+    check_files(manifests)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     chunks: dict[str, dict[Any, tuple[ChunkStorageMetadata, _StorageInfo]]] = {}
     blobs: dict[str, _StorageInfo] = {}
@@ -141,6 +142,24 @@ def assemble(
     metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
     metadata.version = DCP_VERSION
     return metadata
+
+
+def check_files(manifests: Sequence[PartialManifest]) -> None:
+    """Check that ranks which have written files of one name have written the same bytes.
+
+    Raises:
+        CommitError: They have not.
+    """
+    known: dict[str, tuple[int, str]] = {}
+    for manifest in manifests:
+        rank = manifest.head["rank"]
+        for name, packed in zip(manifest.ref.files, manifest.head["checksums"], strict=True):
+            other, found = known.setdefault(name, (rank, packed))
+            if found != packed:
+                raise CommitError(
+                    f"not published: ranks {other} and {rank} have different values for {name}: an array of "
+                    f"one name is one"
+                )
 
 
 def check_shares(manifests: Sequence[PartialManifest], common: Common | None) -> None:

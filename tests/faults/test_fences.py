@@ -60,7 +60,7 @@ STATES = {"OLD": OLD, "STALE": STALE, "NEW": NEW, "NEXT": NEXT}
 DEADLINE_S = 1.5
 WAIT_S = 30.0
 CLAIM, PUBLICATION = "rename .distckpt/owner", "rename .metadata"
-_PATH_CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "scandir")
+_PATH_CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "scandir", "link")
 _FD_CALLS = ("preadv", "pwritev", "write", "fsync")
 
 

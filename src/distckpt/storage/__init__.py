@@ -115,8 +115,8 @@ class Storage(Protocol):
     def create_image(self, name: str, nbytes: int) -> str:
         """Begin a new file of `nbytes` bytes; one that exists is refused where the storage can tell.
 
-        A name below a directory may be one that another save uses, too: nothing is seen under it before
-        `complete_image`, if the storage can do that, and the directory is made.
+        A name below a directory may be one that another save uses, too, or another rank with the same bytes:
+        nothing is seen under it before `complete_image`, if the storage can do that. The directory is made.
 
         Returns:
             What `open_image`, `complete_image` and `discard_image` need to know of it, in any process.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import functools
 import itertools
 import os
@@ -226,14 +227,23 @@ def _open_to_read(path: str, _: int) -> int:
     return os.open(path, _READ_FILE)
 
 
-def _rename_new(source: str, target: str) -> None:
-    """Give a file its name, which must be new.
+def _rename_new(source: str, target: str) -> bool:
+    """Give a file its name, unless there is one of that name with the same bytes: another rank has the same.
+
+    Returns:
+        Whether it was given.
 
     Raises:
-        OSError: There is one of that name, or the file system refuses.
+        FileExistsError: There is another one of that name.
+        OSError: The file system refuses.
     """
     try:
         os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        if os.path.islink(target) or not filecmp.cmp(source, target, shallow=False):
+            raise
+        os.unlink(source)
+        return False
     except OSError as error:
         # A file system without links.
         if error.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}:
@@ -243,6 +253,7 @@ def _rename_new(source: str, target: str) -> None:
         os.rename(source, target)
     else:
         os.unlink(source)
+    return True
 
 
 def _is_directory(path: str) -> bool:
@@ -349,8 +360,6 @@ class PosixStorage:
                 token = f".{os.urandom(8).hex()}{_PARTIAL}"
                 self._make_directory(os.path.dirname(path))
                 self._note_changed(os.path.dirname(path))
-                if os.path.lexists(path):
-                    _fail(OSError(errno.EEXIST, "there is one"), path, "cannot create")
             os.close(os.open(path + token, _NEW_FILE, 0o644))
         except OSError as error:
             _fail(error, path, "cannot create")
@@ -379,10 +388,10 @@ class PosixStorage:
             raise WriteError(f"{path} holds {size} bytes after writing {nbytes}", path=path, offset=size)
         if token:
             try:
-                _rename_new(path + token, path)
+                if _rename_new(path + token, path):
+                    self._linked.add(name)
             except OSError as error:
                 _fail(error, path, "cannot name")
-            self._linked.add(name)
 
     def discard_image(self, name: str, token: str) -> None:
         """See `Storage.discard_image`."""

@@ -291,11 +291,11 @@ class FsspecStorage:
         Raises:
             WriteError: There is one of this name.
         """
-        if self._size(name) is not None:
-            _fail(FileExistsError(), self._url(name), "cannot create")
         folder, _, _ = name.rpartition("/")
         if folder and self._has_directories:
             self._make_directory(self._path(folder), self._url(folder))
+        if not folder and self._size(name) is not None:
+            _fail(FileExistsError(), self._url(name), "cannot create")
         return str(nbytes)
 
     def open_image(self, name: str, token: str) -> FsspecImage:
