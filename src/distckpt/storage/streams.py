@@ -291,6 +291,7 @@ class FsspecStorage:
         Raises:
             WriteError: There is one of this name.
         """
+        self._path(name)
         folder, _, _ = name.rpartition("/")
         if folder and self._has_directories:
             self._make_directory(self._path(folder), self._url(folder))
