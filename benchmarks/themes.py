@@ -33,8 +33,8 @@ THEMES: dict[str, Callable[..., Outcome]] = {
     "s3": object_store.run,
     "s3-brief": object_store.run_briefly,
 }
-ON_DEMAND = {"s3", "s3-brief"}
-"""Need servers, and the first takes 20 minutes: measured if they are asked for."""
+ON_DEMAND = {"s3", "s3-brief", "formats", "convert"}
+"""Need servers or other packages, and take up to 20 minutes: measured if they are asked for."""
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ from distckpt.manifest import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from distckpt.formats import Format
     from distckpt.manifest import ManifestRef
@@ -478,7 +478,8 @@ def _unnamed(storage: Storage, found: Iterable[str]) -> list[str]:
             folder = manifest.rpartition("/")[0] + "/"
             keep |= {manifest, folder, *(name for name in found if is_names(name, folder))}
             parsed = read_manifest(storage, manifest, sha256)
-            keep |= {file for file, _, _ in extents(storage, manifest, parsed)}
+            for file, _, _ in extents(storage, manifest, parsed):
+                keep |= {file, *_folders_of(file)}
     return [name for name in found if name not in keep]
 
 
@@ -506,20 +507,26 @@ def _find_named(storage: Storage, records: Sequence[str]) -> list[str]:
     names = {name for record in records for name in read_names(storage, record)}
     folders: dict[str, set[str]] = {}
     for name in names:
-        folder, _, base = name.rpartition("/")
-        folders.setdefault(folder, set()).add(base)
-        while folder:
-            folder = folder.rpartition("/")[0]
-            folders.setdefault(folder, set())
+        folder, slash, base = name.rpartition("/")
+        folders.setdefault(folder + slash, set()).add(base)
+        for above in _folders_of(name):
+            folders.setdefault(above, set())
     found = []
     for folder, bases in folders.items():
-        prefix = f"{folder}/" if folder else ""
         found += [
-            prefix + entry
-            for entry in storage.list(prefix)
+            folder + entry
+            for entry in storage.list(folder)
             if entry in bases or PARTIAL_NAME.sub("", entry) in bases
         ]
-    return found + [f"{folder}/" for folder in sorted(folders, key=len, reverse=True) if folder]
+    return found + [folder for folder in sorted(folders, key=len, reverse=True) if folder]
+
+
+def _folders_of(name: str) -> Iterator[str]:
+    """Yield the directories that a file of a checkpoint lies in, as `Storage.list` spells them."""
+    folder = name.rpartition("/")[0]
+    while folder:
+        yield f"{folder}/"
+        folder = folder.rpartition("/")[0]
 
 
 def _find_records(storage: Storage, rank: int | None) -> list[str]:

@@ -542,11 +542,14 @@ class Engine:
             are_documents: Whether they are the small files of a format, and not its items.
             num_files: How many files there are to be; default: one for each lane.
         """
-        homes = [item.home for item in items]
         late = frozenset(late)
         own_format: FileFormat | None = None if self.format.name == _TORCH_DIST.name else self.format
         if are_documents:
             own_format = Documents()
+        homes = [item.home for item in items]
+        if own_format is not None and storage.part_bytes(0):
+            # A header and what follows it may have to be one part, and so lie in one place: copied once more.
+            homes = []
         return lay_out_image(
             [item.size for item in items],
             num_files or self.lanes.count,

@@ -741,12 +741,17 @@ def _zarr(storage: Storage) -> Iterator[TensorSource]:
             raise CheckpointError(f"{folder} is of {document.get('data_type')}, which torch has not")
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": folder + "/"}}
         array = tensorstore.open(spec, read=True).result()
-        path = tuple(map(unquote, name.split("/"))) if name != "." else ("array",)
+        path = tuple(map(_key, name.split("/"))) if name != "." else ("array",)
         # One row of one row of many is many rows.
         shape, rows = array.shape, array
         while rows.ndim > 1 and rows.shape[0] == 1:
             rows = rows[0]
         yield _Rows(".".join(path), path, dtype, shape, rows=_rows_of(rows), num_rows=_first(rows.shape))
+
+
+def _key(name: str) -> str:
+    """Return the key whose name for zarr this is; see `formats.zarr.array_path`."""
+    return "" if name == "%" else unquote(name, errors="surrogatepass")
 
 
 def _first(shape: Sequence[int]) -> int:

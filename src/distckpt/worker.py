@@ -466,6 +466,7 @@ class _Current:
         # What makes files durable while others are written; of storages that say nothing, the lane itself.
         self._closers = Threads(_CLOSERS, "distckpt-lane-close")
         self._closes_apart = bool(getattr(storage, "closes_apart", False))
+        self._closes_early = self._closes_apart and len(plan.files) > _MOST_OPEN // 2
         self._closing: list[Future[None]] = []
         self._lock = threading.Lock()
         # By index of the file; the one that was written to last is the last.
@@ -494,7 +495,7 @@ class _Current:
         finally:
             with self._lock:
                 self._users[part.file] -= 1
-                if self._closes_apart and self._plan.num_parts[part.file] == 1:
+                if self._closes_early and self._plan.num_parts[part.file] == 1:
                     self._close_apart(part.file)
         if self.record is not None:
             asked_s, ready_s = (times.get(part_index, start_s) for times in (self._asked, self._ready))

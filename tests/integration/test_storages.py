@@ -138,6 +138,30 @@ def test_a_round_trip_and_an_overwrite(place: Place, workers: int, is_async: boo
     assert_same(place.read_with_torch(name), state)
 
 
+@pytest.mark.parametrize("file_format", ["safetensors", "zarr"])
+def test_other_formats(place: Place, workers: int, file_format: str) -> None:
+    name, state, is_async = "a checkpoint ü/of mine", some_state(5, 20 * MIB), workers == 1
+    objects = "sidecar" if file_format == "safetensors" else "auto"
+    settings = {"ckpt_format": file_format, "ckpt_objects": objects, "dist_ckpt_workers": workers}
+    with place.writer(**settings) as writer:
+        save(state, f"{place.root}/{name}", writer, is_async=is_async)
+        place.assert_is_clean(name)
+        with pytest.raises(CheckpointException) as caught:
+            save(state, f"{place.root}/{name}", writer, is_async=is_async)
+        assert "holds a committed checkpoint" in str(failure_of(caught.value))
+    # Nothing has happened to it.
+    assert_same(place.read(name), state)
+    place.assert_is_clean(name)
+    # A save of torch_dist takes its place, and leaves nothing of it.
+    with place.writer(dist_ckpt_workers=workers) as writer:
+        save(some_state(6, 3 * MIB), f"{place.root}/{name}", writer, is_async=is_async)
+    assert_same(place.read(name), some_state(6, 3 * MIB))
+    place.assert_is_clean(name)
+    storage = place.open(name)
+    files = [entry for entry in storage.list() if not entry.startswith((".", "__"))]
+    assert files == []
+
+
 def test_the_budget_is_smaller_than_the_state(place: Place, workers: int) -> None:
     state = some_state(4, 96 * MIB)
     # The smallest that a part of an object leaves room for.

@@ -156,5 +156,5 @@ def test_contiguous_strides_are_those_of_torch(shape: list[int]) -> None:
 
 def test_formats_are_opened_by_name() -> None:
     assert isinstance(open_format("torch_dist"), TorchDist)
-    with pytest.raises(ValueError, match="no format 'zarr': use one of torch_dist, safetensors"):
-        open_format("zarr")
+    with pytest.raises(ValueError, match="no format 'hdf5': use one of torch_dist, safetensors, zarr"):
+        open_format("hdf5")

@@ -177,8 +177,8 @@ class Zarr:
             for where, node in inner.items()
             if node["node_type"] == "group" or 0 in node["shape"]
         }
-        # zarr-python wants to know of each group below that it holds no documents of its own; and one array
-        # of a type that it does not know keeps it from opening the group.
+        # As zarr-python writes it: groups below hold no documents of their own. One array of a type that it
+        # does not know keeps it from opening the group.
         told = {
             where: {**node, "consolidated_metadata": _consolidated({})}
             if node["node_type"] == "group"
@@ -264,6 +264,11 @@ def _step(dim: int, n: int, boxes: Sequence[Box]) -> int:
     # Padding behind the last rows of all is behind the payload; elsewhere it would be within.
     if step and dim:
         step = math.gcd(step, n)
+    # Who knows only the last rows has no other border than their offset. If they are an even share of all, so
+    # are those of other ranks; if not, other ranks have more, and the offset is what there is to go by.
+    own = max((sizes[dim] for _, sizes in boxes), default=0)
+    if 0 < own < step and n % own == 0:
+        step = math.gcd(step, own)
     return max(1, step or n)
 
 
