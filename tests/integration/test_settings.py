@@ -211,7 +211,7 @@ def test_settings_that_cannot_be_honoured(tmp_path: Path, opener: Callable[..., 
     with pytest.raises(ConfigError, match="did you mean 'dist_ckpt_workers'"):
         opener(tmp_path, dist_ckpt_worker=2)
     with pytest.raises(ConfigError, match="ckpt_format"):
-        opener(tmp_path, ckpt_format="zarr")
+        opener(tmp_path, ckpt_format="hdf5")
     with pytest.raises(ConfigError, match="dist_ckpt_workers"):
         opener(tmp_path, CheckpointConfig(), dist_ckpt_workers=0)
     with pytest.raises(ConfigError, match="config"):
