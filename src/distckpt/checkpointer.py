@@ -776,7 +776,9 @@ class Checkpointer:
         refs = [manifest.ref for manifest in manifests] or [ref]
         with observe.span("checkpoint.published", save_id=save_id, rank=self._rank):
             documents = planned.documents(manifests, written.names)
-            refs += write_documents(self._engine, storage, save_id, self._rank, documents)
+            refs += write_documents(
+                self._engine, storage, save_id, self._rank, documents, lambda: claimed.check(storage)
+            )
             publish(storage, data, claimed, refs, self._details(manifests))
         if not self._is_alone:
             facts = self._common_facts(manifests)

@@ -45,7 +45,7 @@ from distckpt.manifest import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from distckpt.formats import Format
     from distckpt.manifest import ManifestRef
@@ -117,7 +117,7 @@ class Claim:
 
     def explain(self, storage: Storage, error: BaseException) -> BaseException:
         """Return what `error`, which failed the save, comes from: another one may have swept its files."""
-        if isinstance(error, WriteError) and error.errno == errno.ENOENT:
+        if isinstance(error, WriteError) and error.errno in {errno.ENOENT, errno.EEXIST}:
             try:
                 self.check(storage)
             except CommitError as overtaken:
@@ -281,8 +281,16 @@ def _clear(storage: Storage, claimed: Claim, exclusive: Exclusive) -> Claim:
     marker = exclusive.marker.format(save_id=claimed.save_id) or None
     if marker is not None:
         storage.put(marker, b"unfinished")
-    _remove(storage, claimed.found, "is claimed", claimed.unfinished)
+        try:
+            claimed.check(storage)
+        except CommitError:
+            storage.delete(marker)
+            raise
+    _remove(storage, claimed.found, "is claimed", claimed.unfinished, check=lambda: claimed.check(storage))
     left = [name for name in storage.list() if exclusive.pattern.fullmatch(name) and name != marker]
+    if left and marker is not None:
+        # Whatever these files are, they can be read.
+        storage.delete(marker)
     exclusive.refuse(storage, left, "which stays, and is not known to be of an earlier save")
     return replace(claimed, found=(), unfinished=(), marker=marker)
 
@@ -389,7 +397,16 @@ def reclaim(storage: Storage, save_id: str, *, failed: Collection[str] = (), idl
     # on has written nothing yet, and so nothing of it was found.
     if _has_metadata(storage) or not claimed.is_owner(storage):
         return False
-    _remove(storage, claimed.found, "was never completed", claimed.unfinished)
+    try:
+        _remove(
+            storage,
+            claimed.found,
+            "was never completed",
+            claimed.unfinished,
+            check=lambda: claimed.check(storage),
+        )
+    except CommitError:
+        return False
     if not claimed.is_owner(storage):
         return False
     _remove(storage, [OWNER, FOLDER], "was never completed")
@@ -497,7 +514,8 @@ def _find(storage: Storage, rank: int | None = None) -> list[str]:
         if ours is not None and (rank is None or ours[1] == str(rank)):
             found.append(name)
     # Metadata first: what has none any more is not taken for a checkpoint that lost its files.
-    found.sort(key=lambda name: METADATA_NAME.fullmatch(name) is None)
+    # What keeps readers that go by names from the others, last.
+    found.sort(key=lambda name: (METADATA_NAME.fullmatch(name) is None, name.startswith("unfinished-")))
     records = _find_records(storage, rank)
     return found + _find_named(storage, records) + records
 
@@ -512,7 +530,8 @@ def _find_named(storage: Storage, records: Sequence[str]) -> list[str]:
         for above in _folders_of(name):
             folders.setdefault(above, set())
     found = []
-    for folder, bases in folders.items():
+    # What leads readers to the others first.
+    for folder, bases in sorted(folders.items(), key=lambda each: len(each[0])):
         found += [
             folder + entry
             for entry in storage.list(folder)
@@ -553,8 +572,22 @@ def _belongs_to(storage: Storage, name: str, rank: int) -> bool:
     return record is not None and f'"metadata":"{metadata_name(rank)}"'.encode() in record
 
 
-def _remove(storage: Storage, names: Iterable[str], what: str, unfinished: Iterable[str] = ()) -> list[str]:
-    """Remove `names`, and return those that are gone; a failure costs disk space and is said."""
+def _remove(
+    storage: Storage,
+    names: Iterable[str],
+    what: str,
+    unfinished: Iterable[str] = (),
+    check: Callable[[], None] | None = None,
+) -> list[str]:
+    """Remove `names`, and return those that are gone; a failure costs disk space and is said.
+
+    Args:
+        storage: Where they are.
+        names: What to remove.
+        what: What has become of the directory, for the log.
+        unfinished: What to give up (`Storage.unfinished`).
+        check: Called before what another save may have put in the place of what was found; raises if one has.
+    """
     refused: list[WriteError] = []
     removed: list[str] = []
     for upload in unfinished:
@@ -563,6 +596,8 @@ def _remove(storage: Storage, names: Iterable[str], what: str, unfinished: Itera
         except WriteError as error:
             refused.append(error)
     for name in names:
+        if check is not None and not IMAGE_NAME.fullmatch(name):
+            check()
         try:
             storage.delete(name)
             removed.append(name)

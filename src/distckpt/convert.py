@@ -221,7 +221,7 @@ def _write(
     table = manifest.items
     places = places_of([(written.names, fqns, chunks, files, table.sizes)])
     documents = engine.format.documents(places, arrays)
-    refs += write_documents(engine, storage, save_id, 0, documents)
+    refs += write_documents(engine, storage, save_id, 0, documents, lambda: claimed.check(storage))
     details = {"world": 1, "format": engine.format.name, "time": time.time()}
     publish(storage, metadata, claimed, refs, details)
 
@@ -291,6 +291,7 @@ def _item(
         strides = contiguous_strides(sizes)
         frame = engine.aside.frame(entry.dtype, sizes, strides)
         return Item(frame, nbytes=nbytes, source=entry if nbytes else None)
+    file_format.check_name(entry.fqn)
     own = Entry(entry.fqn, entry.dtype, sizes, offsets, tuple(entry.path), entry.shape, grid)
     if grid is None:
         frame = file_format.frame(entry.dtype, sizes, contiguous_strides(sizes))

@@ -151,6 +151,7 @@ def _item(engine: Engine, piece: Piece, data: torch.Tensor, path: tuple[str | in
     if not (is_raw(data) and engine.format.holds(data.dtype)):
         engine.check_aside(fqn, f"a tensor of {data.dtype}, {data.layout}")
         return _saved(data)
+    engine.format.check_name(fqn)
     item = engine.item(data)
     offsets = (0,) * data.dim() if planned is None else tuple(planned.chunk.offsets)
     size = data.shape if planned is None else planned.size

@@ -34,7 +34,7 @@ OWNER = FOLDER + "owner"
 IMAGE_NAME = re.compile(
     r"__(\d+)_\d+\.distcp(\.[0-9a-f]+)?"
     r"|shard-\d+-\d+-[0-9a-f]+\.safetensors"
-    r"|unfinished-[0-9a-f]+\.safetensors"
+    r"|unfinished-[0-9a-f]+\.safetensors(\.[0-9a-f]+\.tmp)?"
 )
 """With the id of a save: ours. Without: of stock PyTorch, whose checkpoint a save in its place replaces."""
 NAMES_NAME = re.compile(r"names-\d+(-documents)?\.json")

@@ -119,7 +119,12 @@ def manifest_of(
 
 
 def write_documents(
-    engine: Engine, storage: Storage, save_id: str, rank: int, documents: Mapping[str, bytes]
+    engine: Engine,
+    storage: Storage,
+    save_id: str,
+    rank: int,
+    documents: Mapping[str, bytes],
+    check: Callable[[], None] | None = None,
 ) -> list[ManifestRef]:
     """Write the small files by which readers of a format find their way.
 
@@ -129,6 +134,7 @@ def write_documents(
         save_id: The save.
         rank: Who writes them.
         documents: Their bytes, by name; the last one is seen last.
+        check: As for `Engine.write`.
 
     Returns:
         Their manifest, if there are any.
@@ -140,7 +146,7 @@ def write_documents(
     for name, data in documents.items():
         items.append(Item(Frame(data, b"")))
         items[-1].entry = Entry(name, torch.uint8, (len(data),), (0,))
-    written = engine.write(storage, save_id, rank, items, are_documents=True)
+    written = engine.write(storage, save_id, rank, items, None, check, are_documents=True)
     if written is None:
         return []
     files, offsets = written.image.places()

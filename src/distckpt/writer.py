@@ -550,8 +550,11 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 engine.check_aside(item.index.fqn, "a Python object")
-            elif item.tensor_data is not None and not engine.format.holds(item.tensor_data.properties.dtype):
-                engine.check_aside(item.index.fqn, f"a tensor of {item.tensor_data.properties.dtype}")
+            elif item.tensor_data is not None:
+                dtype, layout = item.tensor_data.properties.dtype, item.tensor_data.properties.layout
+                if not engine.format.holds(dtype) or layout is not torch.strided:
+                    engine.check_aside(item.index.fqn, f"a tensor of {dtype}, {layout}")
+            engine.format.check_name(item.index.fqn)
 
     def _check_of(self, save: _Save, storage: Storage) -> Callable[[], None] | None:
         """Return what keeps files that readers find by their names from a save that was overtaken.
@@ -615,7 +618,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
                 if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
                     places.setdefault(index.fqn, []).append((info.relative_path, info.length))
             documents = engine.format.documents(places, arrays)
-            manifests += write_documents(engine, self._storage(save), save.save_id, rank, documents)
+            check = self._check_of(save, self._storage(save))
+            manifests += write_documents(engine, self._storage(save), save.save_id, rank, documents, check)
         details = {
             "world": len(results),
             "format": self._config.ckpt_format,

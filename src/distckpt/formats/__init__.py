@@ -156,6 +156,13 @@ class Format(FileFormat, Protocol):
             save_id: The save, in hexadecimal digits: with it, the name is of no other save.
         """
 
+    def check_name(self, fqn: str) -> None:
+        """Refuse an entry whose name the format cannot spell.
+
+        Raises:
+            StagingError: It cannot.
+        """
+
     def grid(
         self, shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int
     ) -> tuple[int, ...]:

@@ -146,6 +146,19 @@ class Safetensors:
             return f"model-{number + 1:05}-of-{total:05}{SUFFIX}"
         return f"shard-{rank:05}-{number:05}-{save_id}{SUFFIX}"
 
+    def check_name(self, fqn: str) -> None:
+        """See `Format.check_name`: names stand in a header of JSON, in UTF-8, beside one of the format's own.
+
+        Raises:
+            StagingError: This one cannot.
+        """
+        try:
+            fqn.encode()
+        except UnicodeEncodeError:
+            raise StagingError(f"{fqn!r} cannot be a name in safetensors: it is no UTF-8") from None
+        if fqn == "__metadata__":
+            raise StagingError(f"{fqn!r} cannot be a name in safetensors, where it stands for something else")
+
     def grid(
         self, shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int
     ) -> tuple[int, ...]:

@@ -142,6 +142,9 @@ class TorchDist:
         """See `Format.image_name`."""
         return f"__{rank}_{number}.distcp.{save_id}"
 
+    def check_name(self, fqn: str) -> None:
+        """See `Format.check_name`: none is refused."""
+
     def grid(
         self, shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int
     ) -> tuple[int, ...]:

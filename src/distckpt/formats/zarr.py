@@ -91,6 +91,9 @@ class Zarr:
         """See `Format.frame`: before it is known how a tensor is cut, there is none."""
         return Frame(b"", b"")
 
+    def check_name(self, fqn: str) -> None:
+        """See `Format.check_name`: names are encoded; see `array_path`."""
+
     def grid(self, shape: tuple[int, ...], boxes: Sequence[Box], itemsize: int) -> tuple[int, ...]:
         """See `Format.grid`.
 

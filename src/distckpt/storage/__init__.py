@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
+    "SHARED_NAME",
     "ImageFile",
     "Receipt",
     "Storage",
@@ -39,6 +40,9 @@ __all__ = [
 
 StorageSpec = dict[str, str]
 """What a worker needs to open the same storage; plain values only."""
+
+SHARED_NAME = re.compile(r".*/.*|.*\.json|model-.*")
+"""Names of images that a format dictates; all others are of one save alone."""
 
 Receipt = list[Any]
 """What a lane tells of a stretch that it wrote to an image, in JSON values; its storage alone reads it."""
@@ -115,8 +119,9 @@ class Storage(Protocol):
     def create_image(self, name: str, nbytes: int) -> str:
         """Begin a new file of `nbytes` bytes; one that exists is refused where the storage can tell.
 
-        A name below a directory may be one that another save uses, too, or another rank with the same bytes:
-        nothing is seen under it before `complete_image`, if the storage can do that. The directory is made.
+        A name that is a `SHARED_NAME` may be used by another save, too, or by another rank with the same
+        bytes: nothing is seen under it before `complete_image`, if the storage can do that. Directories on
+        the way to it are made.
 
         Returns:
             What `open_image`, `complete_image` and `discard_image` need to know of it, in any process.

@@ -22,10 +22,11 @@ import stat
 import threading
 import time
 from collections import deque
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from distckpt.errors import WriteError
-from distckpt.storage import check_name
+from distckpt.storage import SHARED_NAME, check_name
 from distckpt.threads import Threads
 
 if TYPE_CHECKING:
@@ -319,7 +320,6 @@ class PosixStorage:
         self._direct_io = direct_io
         self._changed: set[str] = set()
         """Directories below the root in which names were made that are not durable."""
-        self._linked: set[str] = set()
 
     def prepare(self) -> None:
         """See `Storage.prepare`.
@@ -356,7 +356,7 @@ class PosixStorage:
         path = self._path(name)
         token = ""
         try:
-            if "/" in name:
+            if SHARED_NAME.fullmatch(name):
                 token = f".{os.urandom(8).hex()}{_PARTIAL}"
                 self._make_directory(os.path.dirname(path))
                 self._note_changed(os.path.dirname(path))
@@ -389,16 +389,16 @@ class PosixStorage:
         if token:
             try:
                 if _rename_new(path + token, path):
-                    self._linked.add(name)
+                    self._note_changed(os.path.dirname(path))
             except OSError as error:
                 _fail(error, path, "cannot name")
 
     def discard_image(self, name: str, token: str) -> None:
-        """See `Storage.discard_image`."""
-        if token:
-            self.delete(name + token)
-        if not token or name in self._linked:
-            self.delete(name)
+        """See `Storage.discard_image`.
+
+        What has its name already stays, if the name may be another save's by now: the next save removes it.
+        """
+        self.delete(name + token)
 
     def unfinished(self) -> list[str]:
         """See `Storage.unfinished`: `list` shows them."""
@@ -621,8 +621,10 @@ class PosixStorage:
             return
         threads = Threads(_SYNCS, "distckpt-sync")
         try:
-            for syncing in [threads.submit(self._sync_directory, folder) for folder in folders]:
-                syncing.result()
+            syncing = [threads.submit(self._sync_directory, folder) for folder in folders]
+            wait(syncing)
+            for each in syncing:
+                each.result()
         finally:
             threads.close(0.0)
 

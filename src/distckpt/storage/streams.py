@@ -26,7 +26,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distckpt.errors import CheckpointError, ConfigError, WriteError
-from distckpt.storage import check_name
+from distckpt.storage import SHARED_NAME, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -295,7 +295,7 @@ class FsspecStorage:
         folder, _, _ = name.rpartition("/")
         if folder and self._has_directories:
             self._make_directory(self._path(folder), self._url(folder))
-        if not folder and self._size(name) is not None:
+        if not SHARED_NAME.fullmatch(name) and self._size(name) is not None:
             _fail(FileExistsError(), self._url(name), "cannot create")
         return str(nbytes)
 
