@@ -220,7 +220,7 @@ def _write(
     metadata = pickle_metadata(assemble(partials, storage.url, save_id), {})
     table = manifest.items
     places = places_of([(written.names, fqns, chunks, files, table.sizes)])
-    documents = engine.format.documents(places, arrays)
+    documents = engine.format.documents(places, arrays, written.names)
     refs += write_documents(engine, storage, save_id, 0, documents, lambda: claimed.check(storage))
     details = {"world": 1, "format": engine.format.name, "time": time.time()}
     publish(storage, metadata, claimed, refs, details)

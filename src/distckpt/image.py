@@ -235,9 +235,7 @@ def _companions(
     entries: Sequence[Entry | None], file_format: FileFormat | None
 ) -> Iterator[tuple[str, bytes]]:
     if file_format is not None:
-        for entry in entries:
-            if entry is not None:
-                yield from file_format.companions(entry).items()
+        yield from file_format.companions([entry for entry in entries if entry is not None]).items()
 
 
 def _entry(entries: Sequence[Entry | None], index: int) -> Entry:

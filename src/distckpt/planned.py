@@ -415,7 +415,8 @@ class PlannedState:
             columns = (table[name] for name in ("fqns", "chunks", "item_files", "sizes"))
             tables.append((tuple(manifest.ref.files), *columns))
         arrays = [manifest.head.get("arrays", {}) for manifest in manifests]
-        return self._engine.format.documents(places_of(tables), merge_arrays(arrays))
+        written_names = {name for manifest in manifests for name in manifest.ref.files}
+        return self._engine.format.documents(places_of(tables), merge_arrays(arrays), written_names)
 
     def foresee_metadata(self, path: str) -> None:
         """Make on the caller's thread what takes long for many items and is the same for every save."""

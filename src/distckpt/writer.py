@@ -617,7 +617,9 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
             for index, info in metadata.storage_data.items():
                 if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
                     places.setdefault(index.fqn, []).append((info.relative_path, info.length))
-            documents = engine.format.documents(places, arrays)
+            documents = engine.format.documents(
+                places, arrays, {name for ref in manifests for name in ref.files}
+            )
             check = self._check_of(save, self._storage(save))
             manifests += write_documents(engine, self._storage(save), save.save_id, rank, documents, check)
         details = {

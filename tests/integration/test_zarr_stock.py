@@ -57,9 +57,7 @@ def write(
             if layout.is_sealed:
                 data[-4:] = crc32c.crc32c(bytes(data[:-4])).to_bytes(4, "little")
             _put(root, layout.name, bytes(data))
-            for name, document in file_format.companions(entry).items():
-                _put(root, name, document)
-    for name, document in file_format.documents({}, arrays).items():
+    for name, document in file_format.documents({}, arrays, ()).items():
         _put(root, name, document)
 
 

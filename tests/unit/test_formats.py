@@ -115,14 +115,13 @@ def test_whole_files_have_the_names_that_people_expect() -> None:
 
 
 def test_the_index_is_there_if_every_tensor_is_in_one_piece() -> None:
-    [document] = (
-        Safetensors().documents({"a": [("x.safetensors", 4)], "b": [("y.safetensors", 8)]}, {}).values()
-    )
+    places = {"a": [("x.safetensors", 4)], "b": [("y.safetensors", 8)]}
+    [document] = Safetensors().documents(places, {}, ()).values()
     index = json.loads(document)
     assert index == {
         "metadata": {"total_size": 12}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}
     }  # fmt: skip
-    assert Safetensors().documents({"a": [("x.safetensors", 4), ("y.safetensors", 4)]}, {}) == {}
+    assert Safetensors().documents({"a": [("x.safetensors", 4), ("y.safetensors", 4)]}, {}, ()) == {}
 
 
 def test_a_format_is_told_by_the_name_of_a_file() -> None:
@@ -222,9 +221,9 @@ def test_a_grid_of_too_many_chunks_is_refused() -> None:
 def test_documents_of_one_node_are_refused() -> None:
     array = [["a"], [2], "float32", [2]]
     with pytest.raises(ConfigError, match=r"'x' and 'y'|'y' and 'x'"):
-        Zarr().documents({}, {"x": array, "y": array})
+        Zarr().documents({}, {"x": array, "y": array}, ())
     with pytest.raises(ConfigError, match="'x' is an array of zarr, and there are entries below it"):
-        Zarr().documents({}, {"x": array, "y": [["a", "b"], [2], "float32", [2]]})
+        Zarr().documents({}, {"x": array, "y": [["a", "b"], [2], "float32", [2]]}, ())
 
 
 def test_the_root_comes_last_and_holds_all_documents() -> None:
@@ -233,8 +232,8 @@ def test_the_root_comes_last_and_holds_all_documents() -> None:
         "a.e": [["a", "e"], [0, 2], "float32", [1, 2]],
         "a.h": [["a", "h"], [2], "bfloat16", [2]],
     }
-    documents = Zarr().documents({}, arrays)
-    # An array without elements has no first chunk, beside which its document would lie.
+    documents = Zarr().documents({}, arrays, {"a/b/zarr.json", "a/h/zarr.json", "a/h/c.0"})
+    # An array without elements has no chunk, beside which its document would lie.
     assert list(documents) == ["a/zarr.json", "a/e/zarr.json", "zarr.json"]
     told = json.loads(documents["zarr.json"])["consolidated_metadata"]["metadata"]
     # zarr-python does not open a group that it is told has bfloat16 in it.
@@ -243,21 +242,24 @@ def test_the_root_comes_last_and_holds_all_documents() -> None:
 
 def test_a_document_lies_beside_the_first_chunk() -> None:
     first = Entry("a.h", torch.bfloat16, (2,), (0,), ("a", "h"), (4,), (2,))
-    [(name, text)] = Zarr().companions(first).items()
+    second = first._replace(offsets=(2,))
+    [(name, text)] = Zarr().companions([second, first]).items()
     array = json.loads(text)
     assert (name, array["shape"], array["data_type"]) == ("a/h/zarr.json", [4], "bfloat16")
     assert [codec["name"] for codec in array["codecs"]] == ["bytes", "crc32c"]
-    assert not Zarr().companions(first._replace(offsets=(2,)))
-    image = lay_out_image([8], 1, 4 * MIB, file_format=Zarr(), entries=[first])
+    # To readers, a chunk that is not there is zeros: the document comes after all of them.
+    assert not Zarr().companions([first])
+    image = lay_out_image([8, 8], 1, 4 * MIB, file_format=Zarr(), entries=[first, second])
     assert [(file.name, file.items, file.header) for file in image.files] == [
         ("a/h/c.0", [0], b""),
+        ("a/h/c.1", [1], b""),
         ("a/h/zarr.json", [], text),
     ]
 
 
 def test_a_checksum_that_would_lie_in_two_blocks_is_left_out() -> None:
     shape = (4 * MIB - 2,)
-    [text] = Zarr().companions(Entry("a", torch.uint8, shape, (0,), ("a",), shape, shape)).values()
+    [text] = Zarr().companions([Entry("a", torch.uint8, shape, (0,), ("a",), shape, shape)]).values()
     assert [codec["name"] for codec in json.loads(text)["codecs"]] == ["bytes"]
     assert not Zarr(checksums=False).lay_out([8], [entry_of_chunk((2,), (2,))]).is_sealed
 

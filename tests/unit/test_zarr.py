@@ -47,9 +47,9 @@ def documents_of(tensors: dict[tuple[str | int, ...], torch.Tensor], file_format
         arrays[fqn] = [list(path), list(shape), str(tensor.dtype).removeprefix("torch."), list(grid)]
         if tensor.numel():
             files |= file_format.companions(
-                Entry(fqn, tensor.dtype, shape, (0,) * len(shape), path, shape, grid)
+                [Entry(fqn, tensor.dtype, shape, (0,) * len(shape), path, shape, grid)]
             )
-    files |= file_format.documents({}, arrays)
+    files |= file_format.documents({}, arrays, files)
     return {file: json.loads(data) for file, data in files.items()}
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from distckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     import torch
 
@@ -105,8 +105,8 @@ class FileLayout(NamedTuple):
 class FileFormat(Protocol):
     """How items lie in files."""
 
-    def companions(self, entry: Entry) -> dict[str, bytes]:
-        """Return the small files, by name, that whoever writes this item writes, too."""
+    def companions(self, entries: Sequence[Entry]) -> dict[str, bytes]:
+        """Return the small files, by name, that whoever writes these items writes after them."""
 
     def split(self, entries: Sequence[Entry]) -> list[list[int]]:
         """Spread what could be one file over as many as it takes.
@@ -180,12 +180,13 @@ class Format(FileFormat, Protocol):
     def frame_chunk(self, entry: Entry) -> Frame:
         """Return the bytes around the payload of a chunk of a grid."""
 
-    def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
+    def documents(self, places: Places, arrays: Arrays, written: Collection[str]) -> dict[str, bytes]:
         """Return the other small files by which readers of the format find their way; the main one last.
 
         Args:
             places: Where the chunks of each tensor lie.
             arrays: What each is, if there is a grid.
+            written: Names of all files that ranks have written.
         """
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Frame:
@@ -267,8 +268,8 @@ class Documents:
         """See `Format.lay_out`."""
         return FileLayout([0], sizes[0], name=entries[0].fqn)
 
-    def companions(self, entry: Entry) -> dict[str, bytes]:
-        """See `Format.companions`."""
+    def companions(self, entries: Sequence[Entry]) -> dict[str, bytes]:
+        """See `FileFormat.companions`."""
         return {}
 
 

@@ -28,7 +28,7 @@ from distckpt.errors import IntegrityError, StagingError
 from distckpt.formats import LARGE_ALIGNMENT, FileLayout, Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from distckpt.formats import Arrays, Entry, Places
 
@@ -169,11 +169,11 @@ class Safetensors:
         """See `Format.frame_chunk`."""
         return self.frame(entry.dtype, entry.shape, ())
 
-    def companions(self, entry: Entry) -> dict[str, bytes]:
-        """See `Format.companions`."""
+    def companions(self, entries: Sequence[Entry]) -> dict[str, bytes]:
+        """See `FileFormat.companions`."""
         return {}
 
-    def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
+    def documents(self, places: Places, arrays: Arrays, written: Collection[str]) -> dict[str, bytes]:
         """See `Format.documents`: the index, if every tensor lies in one piece."""
         weight_map: dict[str, str] = {}
         total_bytes = 0

@@ -24,7 +24,7 @@ from distckpt.formats import SMALL_ALIGNMENT, FileLayout, Frame, contiguous_stri
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from distckpt.formats import Arrays, Entry, Places
 
@@ -155,11 +155,11 @@ class TorchDist:
         """See `Format.frame_chunk`."""
         return self.frame(entry.dtype, entry.shape, ())
 
-    def companions(self, entry: Entry) -> dict[str, bytes]:
-        """See `Format.companions`."""
+    def companions(self, entries: Sequence[Entry]) -> dict[str, bytes]:
+        """See `FileFormat.companions`."""
         return {}
 
-    def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
+    def documents(self, places: Places, arrays: Arrays, written: Collection[str]) -> dict[str, bytes]:
         """See `Format.documents`: the metadata of torch says it all."""
         return {}
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -29,7 +30,7 @@ from distckpt.formats import FileLayout, Frame
 from distckpt.formats.safetensors import view_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from distckpt.formats import Arrays, Entry, Places
 
@@ -142,15 +143,23 @@ class Zarr:
         """
         raise AssertionError("a chunk has a name")
 
-    def companions(self, entry: Entry) -> dict[str, bytes]:
-        """See `Format.companions`: with the first chunk of an array goes what the array is."""
-        if any(entry.offsets):
-            return {}
-        assert entry.grid is not None, "what is cut has a grid"
-        document = self._array(entry.fqn, entry.size, entry.dtype, entry.grid)
-        return {f"{array_path(entry.path)}/{DOCUMENT}": _to_json(document)}
+    def companions(self, entries: Sequence[Entry]) -> dict[str, bytes]:
+        """See `FileFormat.companions`: after all chunks of an array comes what the array is.
 
-    def documents(self, places: Places, arrays: Arrays) -> dict[str, bytes]:
+        Not before: to readers, a chunk that is not there is zeros.
+        """
+        counts: Counter[str] = Counter()
+        for entry in entries:
+            counts[entry.fqn] += math.prod(entry.shape)
+        documents = {}
+        for entry in entries:
+            if not any(entry.offsets) and counts[entry.fqn] == math.prod(entry.size):
+                assert entry.grid is not None, "what is cut has a grid"
+                document = self._array(entry.fqn, entry.size, entry.dtype, entry.grid)
+                documents[f"{array_path(entry.path)}/{DOCUMENT}"] = _to_json(document)
+        return documents
+
+    def documents(self, places: Places, arrays: Arrays, written: Collection[str]) -> dict[str, bytes]:
         """See `Format.documents`.
 
         Raises:
@@ -174,11 +183,11 @@ class Zarr:
                 raise ConfigError(f"{fqns[folder]!r} is an array of zarr, and there are entries below it")
             nodes[folder] = _group()
         inner = {where: nodes[where] for where in sorted(nodes)}
-        # Those of arrays lie beside their first chunks already, if they have any.
+        # Those of arrays that one rank has written lie beside their chunks already.
         documents = {
             f"{where}/{DOCUMENT}": _to_json(node)
             for where, node in inner.items()
-            if node["node_type"] == "group" or 0 in node["shape"]
+            if f"{where}/{DOCUMENT}" not in written
         }
         # As zarr-python writes it: groups below hold no documents of their own. One array of a type that it
         # does not know keeps it from opening the group.
