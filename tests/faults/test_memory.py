@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from distckpt import StagingError, StorageWriter
+from distckpt.convert import convert
 from faults.checkpoints import (
     MIB,
     NO_MOUNT,
@@ -161,6 +162,26 @@ def test_the_limit_of_the_control_group_is_kept(programs: Programs, tmp_path: Pa
         done = programs.run(save_in_a_control_group, str(tmp_path), str(group))
         assert done.status == 0, done
         assert done.out == "300\n"
+
+
+def convert_in_a_control_group(source: str, target: str, group: str) -> None:
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    for to in ("safetensors", "zarr", "torch_dist", "torch"):
+        objects = "sidecar" if to == "safetensors" else "auto"
+        done = convert(source, f"{target}/{to}", to=to, objects=objects, host_memory="64MiB")
+        say(done.nbytes // MIB)
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_conversion_keeps_the_limit_of_the_control_group(programs: Programs, tmp_path: Path) -> None:
+    state = huge(400 * MIB)
+    with StorageWriter() as writer:
+        save(writer, tmp_path / "source", state)
+    with control_group(200 * MIB) as group:
+        done = programs.run(convert_in_a_control_group, str(tmp_path / "source"), str(tmp_path), str(group))
+        assert done.status == 0, done
+        assert done.out == "400\n" * 4
 
 
 def ranges_of(writer: StorageWriter) -> list[set[tuple[int, int]]]:

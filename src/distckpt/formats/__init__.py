@@ -6,6 +6,7 @@ business of other rooms.
 
     torch_dist    items are torch.save archives: anything at all, read by stock PyTorch
     safetensors   tensors by name, their bytes without gaps behind one header
+    zarr          tensors as arrays, each of their chunks a file
 
 What a format cannot hold, it may have put aside into files of torch_dist beside its own.
 """
