@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -718,3 +722,34 @@ def test_stock_tools_read_from_s3(
                     },
                 }
                 assert_bits(tensorstore.open(spec, read=True).result().read().result(), tensor, fqn_of(keys))
+
+
+KILLED = """
+import json, os, signal, sys
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from distckpt import StorageWriter
+from distckpt.storage import open_storage
+
+def die(self, *arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+url, options = sys.argv[1], json.loads(sys.argv[2])
+type(open_storage(url, options)).complete_image = die
+with StorageWriter(url, ckpt_format="zarr", storage_options=options) as writer:
+    state_dict_saver.save({"m": {"w": torch.ones(20 << 20)}}, storage_writer=writer)
+"""
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("client", ["botocore", "s3fs", "obstore"])
+def test_no_array_is_seen_before_its_chunks_on_s3(s3_server: S3Server, client: str) -> None:
+    """Killed when all is sent and nothing completed: small objects are there, those of several parts not."""
+    import fsspec
+
+    url = s3_server.new_prefix()
+    options = {**s3_server.options, **({} if client == "botocore" else {"s3_client": client})}
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, url, json.dumps(options)]
+    assert subprocess.run(command, check=False, timeout=50).returncode == -signal.SIGKILL
+    names = {name.partition("/m/w/")[2] for name in fsspec.filesystem("s3", **s3_server.options).find(url)}
+    assert "zarr.json" not in names or names >= {"c.0", "c.1", "c.2"}

@@ -33,7 +33,7 @@ import pytest
 from crc32c import crc32c
 
 from distckpt.errors import IntegrityError, WriteError
-from distckpt.storage import Storage, reopen_storage
+from distckpt.storage import SHARED_NAME, Storage, reopen_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -240,6 +240,27 @@ class StorageContract:
             storage.complete_image(name, tokens[name], len(data[name]), image.finish())
         assert storage.list() == {name: len(data[name]) for name in names}
         assert {name: _bytes_of(storage, name) for name in names} == data
+
+    def test_an_image_may_lie_in_directories(self, storage: Storage) -> None:
+        storage.prepare()
+        data = os.urandom(_SMALL_BYTES)
+        _save(storage, "model/layers 0/c.0.1", data)
+        assert _bytes_of(storage, "model/layers 0/c.0.1") == data
+        assert storage.list("model/layers 0/") == {"c.0.1": len(data)}
+        token, _ = _write(storage, "model/layers 0/c.0.2", data)
+        storage.discard_image("model/layers 0/c.0.2", token)
+        storage.put(".metadata", b"done")
+        assert storage.list("model/layers 0/") == {"c.0.1": len(data)}
+
+    def test_two_may_write_the_same_image_of_a_shared_name(self, storage: Storage) -> None:
+        storage.prepare()
+        data = os.urandom(_SMALL_BYTES)
+        assert SHARED_NAME.fullmatch("model/c.0")
+        first, second = (_write(storage, "model/c.0", data) for _ in range(2))
+        for token, receipts in (first, second):
+            storage.complete_image("model/c.0", token, len(data), receipts)
+        assert _bytes_of(storage, "model/c.0") == data
+        assert storage.list("model/") == {"c.0": len(data)}
 
     def test_an_image_never_replaces_a_file(self, storage: Storage) -> None:
         if not self.refuses_existing:
