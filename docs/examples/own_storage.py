@@ -75,7 +75,7 @@ class SqliteStorage:
     def prepare(self) -> None: ...
 
     def create_image(self, name: str, nbytes: int) -> str:
-        if not SHARED_NAME.fullmatch(name) and self.read(name) is not None:
+        if self.read(name) is not None and not SHARED_NAME.fullmatch(name):
             path = f"{self.url}/{name}"
             raise WriteError(f"{path} exists [EEXIST]", errno=errno.EEXIST, path=path)
         return ""
