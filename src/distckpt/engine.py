@@ -562,6 +562,7 @@ class Engine:
             run=max(1, extent_bytes // self.part_bytes),
             checksums=self._checksums,
             are_documents=are_documents,
+            with_companions=not storage.is_stream and not storage.part_bytes(0),
         )
 
     def reside(self, storage: Storage, items: Sequence[Item], late: Collection[int] = ()) -> Residence | None:

@@ -133,6 +133,7 @@ def lay_out_image(
     checksums: bool = True,
     whole_parts: Callable[[int], int] | None = None,
     are_documents: bool = False,
+    with_companions: bool = True,
 ) -> Image:
     """Lay out the files of one rank.
 
@@ -149,6 +150,8 @@ def lay_out_image(
         whole_parts: If every part of a file but its last must have the same number of bytes: given the bytes
             of the file, returns that number. What is staged already has files of its own then.
         are_documents: See `Image`.
+        with_companions: Whether what the format wants beside its files (`FileFormat.companions`) is among them:
+            where no file is seen before it is completed, which is done in the order of the files.
 
     Returns:
         The image.
@@ -186,7 +189,7 @@ def lay_out_image(
         parts_by_file.append(
             list(_parts(number, file, sizes, homes, size, checksums=checksums, are_whole=bool(whole_parts)))
         )
-    for name, data in _companions(entries, file_format):
+    for name, data in _companions(entries, file_format if with_companions else None):
         file = ImageFile([], [], len(data), 0, data, name=name)
         size = whole_parts(file.nbytes) if whole_parts else part_bytes
         parts_by_file.append(

@@ -554,7 +554,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
                 dtype, layout = item.tensor_data.properties.dtype, item.tensor_data.properties.layout
                 if not engine.format.holds(dtype) or layout is not torch.strided:
                     engine.check_aside(item.index.fqn, f"a tensor of {dtype}, {layout}")
-            engine.format.check_name(item.index.fqn)
+                else:
+                    engine.format.check_name(item.index.fqn)
 
     def _check_of(self, save: _Save, storage: Storage) -> Callable[[], None] | None:
         """Return what keeps files that readers find by their names from a save that was overtaken.
