@@ -150,8 +150,8 @@ def lay_out_image(
         whole_parts: If every part of a file but its last must have the same number of bytes: given the bytes
             of the file, returns that number. What is staged already has files of its own then.
         are_documents: See `Image`.
-        with_companions: Whether what the format wants beside its files (`FileFormat.companions`) is among them:
-            where no file is seen before it is completed, which is done in the order of the files.
+        with_companions: Whether what the format wants beside its files (`FileFormat.companions`) is among
+            them: where no file is seen before it is completed, which is done in the order of the files.
 
     Returns:
         The image.
