@@ -248,6 +248,7 @@ def peak(*arguments: Path) -> tuple[int, int]:
     return nbytes, grown
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_memory_of_a_large_item(tmp_path: Path) -> None:
     state_dict_saver.save({"x": torch.zeros(1 << 28)}, storage_writer=FileSystemWriter(tmp_path / "stock"))
