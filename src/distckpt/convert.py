@@ -155,7 +155,8 @@ def convert(
     if to not in TARGETS:
         raise ConfigError(f"to: expected one of {', '.join(TARGETS)}, got {to!r}")
     tell = on_progress or (lambda what, done, total: None)
-    opened = open_source(source, source_options, weights_only=weights_only)
+    timeout_s = CheckpointConfig().distributed_timeout_minutes * 60
+    opened = open_source(source, source_options, timeout_s=timeout_s, weights_only=weights_only)
     entries = select(opened.entries, list(include), list(exclude))
     if dtype is not None:
         entries = [cast(entry, dtype) if isinstance(entry, TensorSource) else entry for entry in entries]

@@ -907,7 +907,7 @@ def write_torch_file(
     return text
 
 
-class _Placeholder(TensorSource):
+class _InMemory(TensorSource):
     """The bytes of a storage that is in memory."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -971,7 +971,7 @@ def _fill(
     total = sum(storage.nbytes() for storage in storages)
     done = 0
     for (start, stop), storage in zip(sink.gaps, storages, strict=True):
-        source = sources.get(storage._cdata) or _Placeholder(storage)  # noqa: SLF001
+        source = sources.get(storage._cdata) or _InMemory(storage)  # noqa: SLF001
         for low in range(0, stop - start, _PIECE_BYTES):
             high = min(low + _PIECE_BYTES, stop - start)
             data = bytearray(high - low)
