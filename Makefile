@@ -29,7 +29,7 @@ demo: $(STAMP)  ## Run the demo
 	$(BIN)/python docs/examples/demo.py
 
 test: $(STAMP)  ## Run the unit, integration and fault tests
-	$(BIN)/python -m pytest -m 'not thorough' tests/unit tests/integration tests/faults
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not thorough' tests/unit tests/integration tests/faults
 
 thorough: $(STAMP)  ## Run what takes long: NFS servers that go away, more ways to save to bad S3 servers
 	$(BIN)/python -m pytest -m thorough tests/unit tests/integration tests/faults

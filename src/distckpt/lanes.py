@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _STOP_S = 2.0
 _REAP_S = 5.0
+_LAST_LOOK_S = 1.0
+"""What was killed and did not end may have ended since."""
 _DRAIN_BYTES = 1 << 16
 _CLOSED = "the writer is closed"
 _INSTALLED = (".zip", "lib-dynload", "site-packages", "dist-packages")
@@ -673,6 +675,10 @@ class WorkerLanes:
     def close(self) -> None:
         """See `Lanes.close`."""
         self._finalizer()
+        for worker in self._lost:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(timeout=_LAST_LOOK_S)
+        self._lost.clear()
 
     def _forget(self, worker: _Worker, *, kill: bool = False) -> bool:
         self._workers.remove(worker)
