@@ -19,6 +19,7 @@ __all__ = [
     "DistckptWarning",
     "IntegrityError",
     "MissingRanks",
+    "PerRank",
     "SaveHandle",
     "SavePlanner",
     "Sharded",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from distckpt.checkpointer import Checkpointer, SaveHandle
+    from distckpt.checkpointer import Checkpointer
     from distckpt.config import CheckpointConfig, add_arguments
     from distckpt.errors import (
         CheckpointError,
@@ -46,9 +47,11 @@ if TYPE_CHECKING:
         WorkerDied,
         WriteError,
     )
+    from distckpt.handle import SaveHandle
     from distckpt.planner import SavePlanner
     from distckpt.reader import StorageReader
     from distckpt.sharded import Sharded
+    from distckpt.stateful import PerRank
     from distckpt.storage import register_storage
     from distckpt.storage.contract import StorageContract
     from distckpt.writer import StorageWriter
@@ -59,7 +62,8 @@ if not TYPE_CHECKING:
         "CheckpointConfig": "config",
         "add_arguments": "config",
         "Checkpointer": "checkpointer",
-        "SaveHandle": "checkpointer",
+        "PerRank": "stateful",
+        "SaveHandle": "handle",
         "SavePlanner": "planner",
         "Sharded": "sharded",
         "StorageContract": "storage.contract",

@@ -22,38 +22,51 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import threading
 import time
 import uuid
 import weakref
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt import observe
+from distckpt.archive import Archive, Copy
 from distckpt.assembly import ReplicasDiffer, StateChanged
-from distckpt.commit import Claim, claim, committed_by, exclusive_of, publish, reclaim
+from distckpt.commit import Claim, Overtaken, claim, committed_by, exclusive_of, publish
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written
-from distckpt.errors import CheckpointError, ConfigError, MissingRanks, StagingError, clear_frames
+from distckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    IntegrityError,
+    MissingRanks,
+    StagingError,
+    clear_frames,
+)
 from distckpt.exitstatus import note_failure, watch_exit
+from distckpt.handle import Late, SaveHandle
 from distckpt.image import lay_out_image
-from distckpt.manifest import METADATA, read_partials, write_manifest
+from distckpt.manifest import read_partials, write_manifest
 from distckpt.meeting import Meeting, exchange, hear, tell
 from distckpt.metadata import write_documents
 from distckpt.ownership import Common, Rules, common_from_json, common_to_json, find_common, members_in
 from distckpt.parallel_load import load
 from distckpt.participants import meet
 from distckpt.planned import PlannedState
+from distckpt.preemption import Preemption
 from distckpt.reader import StorageReader
-from distckpt.signature import View, local_tensors, version_of
-from distckpt.storage import open_storage
+from distckpt.rng import RngState
+from distckpt.signature import View, local_tensors
+from distckpt.stateful import Gathered, PerRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch.optim import Optimizer
     from typing_extensions import Self
@@ -63,139 +76,19 @@ if TYPE_CHECKING:
     from distckpt.participants import Participants
     from distckpt.storage import Storage
 
+__all__ = ["Checkpointer", "SaveHandle"]
+
 _LOG = logging.getLogger(__name__)
-_PREFIX = "step-"
-_STEP_DIGITS = 8
 _GIB = 1 << 30
 _POLL_S = 0.002
 _ARRIVAL_S = 5.0
-_VERSIONS_AT_ONCE = 512
-_IDLE_TIMEOUTS = 2.0
-"""A save in whose directory nothing has changed for so many deadlines is over."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 30.0
+"""Before the second attempt at a save, and before any."""
+_RNG = "rng_state"
+"""The entry of a state that holds the random number generators."""
 _MOST_DOUBLINGS = 10
 _SKEW, _SKEW_BYTES = 1.2, 64 << 20
 """A rank that writes more than the mean, by so many times and bytes, is worth a word."""
-
-
-class SaveHandle:
-    """One save of a `Checkpointer`.
-
-    Attributes:
-        step: Its step.
-        path: Where the checkpoint will be.
-        blocked_s: Seconds that `save` took.
-        prepared_s: Seconds of these before the first copy: comparing or planning, waiting for memory.
-    """
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step = step
-        self.path = path
-        self.blocked_s = 0.0
-        self.prepared_s = 0.0
-        self._residence: Residence | None = None
-        self._has_arrived = False
-        self._is_asked = False
-        self._future: Future[str] = Future()
-        self._future.set_running_or_notify_cancel()
-
-    @property
-    def staged(self) -> bool:
-        """Whether everything was copied: nothing that happens to the state shows in the checkpoint."""
-        residence = self._residence
-        if residence is not None and not self._has_arrived:
-            self._has_arrived = residence.has_arrived()
-        return self._has_arrived or self._future.done()
-
-    @property
-    def committed(self) -> bool:
-        """Whether the checkpoint is complete and durable."""
-        return self._future.done() and self._future.exception() is None
-
-    def result(self, timeout: float | None = None) -> str:
-        """Wait until the checkpoint is committed.
-
-        Args:
-            timeout: Seconds; None: as long as it takes, which has deadlines of its own.
-
-        Returns:
-            Where it is.
-
-        Raises:
-            CheckpointError: The save failed.
-            TimeoutError: It is still under way.
-        """
-        self._is_asked = True
-        return self._future.result(timeout)
-
-
-class _Late:
-    """Tensors of a save that may still be copied, and must not change until then."""
-
-    def __init__(self, planned: PlannedState, view: View, versions: list[int], residence: Residence) -> None:
-        self._tensors = view.locals
-        # Of all tensors of the state: choosing among them takes as long as reading all.
-        self._versions = versions or list(map(version_of, self._tensors))
-        self._planned = planned
-        self._residence = residence
-        self._lock = threading.Lock()
-        self.error: StagingError | None = None
-        self.is_over = False
-
-    def guard(self) -> None:
-        """Check the tensors, and let the caller's streams wait for the copies; they may change after that."""
-        with self._lock:
-            if self.is_over:
-                return
-            self._compare(0, len(self._tensors))
-            if not self._residence.has_arrived():
-                self._residence.order_after()
-            self._end()
-
-    def check(self) -> None:
-        """Before the save is published: check the tensors, if no guard has, a few at a time."""
-        pause = threading.Event()
-        for first in range(0, len(self._versions), _VERSIONS_AT_ONCE):
-            with self._lock:
-                if self.is_over:
-                    break
-                self._compare(first, first + _VERSIONS_AT_ONCE)
-            pause.wait(_POLL_S)
-        with self._lock:
-            self._end()
-        if self.error is not None:
-            raise self.error
-
-    def fail(self, what: str) -> None:
-        """Note that the tensors change before they may."""
-        with self._lock:
-            if not self.is_over:
-                self.error = StagingError(
-                    f"{what} after save() and outside guard(optimizer), while parameters or optimizer states "
-                    f"may still be copied: wrap optimizer.step() in guard(optimizer)"
-                )
-                self._end()
-
-    def end(self) -> None:
-        """Let the tensors go."""
-        with self._lock:
-            self._end()
-
-    def _compare(self, first: int, end: int) -> None:
-        versions = list(map(version_of, self._tensors[first:end]))
-        if versions == self._versions[first:end]:
-            return
-        late = self._planned.late_leaves
-        for leaf, found in enumerate(versions, first):
-            if found != self._versions[leaf] and leaf in late:
-                self.error = StagingError(
-                    f"{self._planned.fqn(late[leaf])!r} was changed after save() and before guard() let it: "
-                    f"wrap whatever changes parameters or optimizer states in guard(optimizer)"
-                )
-                return
-
-    def _end(self) -> None:
-        self.is_over = True
-        self._tensors = []
 
 
 class Checkpointer:
@@ -246,9 +139,13 @@ class Checkpointer:
         """How often it has turned out too late that ranks no longer had the same, and how many saves until
         they are asked again: some never have."""
         self._storage_options = dict(storage_options or {})
-        self._storage = self._open(root)
-        # Absolute, wherever the process goes meanwhile.
-        self._root = self._storage.url
+        self._archive = Archive(root, self._storage_options, self._config, self._steps_under_way)
+        self._storage = self._archive.root
+        self._wrappers: dict[int, PerRank] = {}
+        self._rng = PerRank(RngState()) if self._config.load_rng else None
+        self._num_turns = self._num_failures = self._num_watches = 0
+        """Saves that were asked for, and the last ones that failed, in a row; watches for signals."""
+        self._preemption: Preemption | None = None
         logging.getLogger("distckpt").setLevel(self._config.log_level.upper())
         self._engine = Engine.open(self._config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distckpt-write")
@@ -260,14 +157,15 @@ class Checkpointer:
         self._guards = 0
         """How many `guard`s are entered."""
         self._owner_pid = os.getpid()
-        self._late: list[_Late] = []
+        self._late: list[Late] = []
         self._failed: set[str] = set()
         """Ids of this rank's saves that have failed."""
-        self._settled: set[int] = set()
-        """Steps in whose directories nothing is to be cleared away."""
         self._handles: list[SaveHandle] = []
         self._closed = self._ended = False
         self._warned_over_budget = False
+        if self._is_first:
+            # What a process before this one has committed, and could not upload any more.
+            self._archive.upload()
 
     def __enter__(self) -> Self:
         """Return the checkpointer; it is closed on leaving."""
@@ -299,14 +197,15 @@ class Checkpointer:
         """
         self._check_open()
         with torch.inference_mode(mode=False), torch.no_grad():
-            planned = self._plan(state, View(state))
+            values = self._gather(state).values
+            planned = self._plan(values, View(values))
             planned.release_tensors()
             planned.foresee_metadata(self._path(0))
-            tensors = local_tensors(state)
+            tensors = local_tensors(values)
             devices = {tensor.device for tensor in tensors if tensor.is_cuda}
             return self._engine.prewarm([tensor.nbytes for tensor in tensors], devices)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
+    def save(self, step: int, state: Mapping[str, Any], *, metric: float | None = None) -> SaveHandle:
         """Save `state` as step `step`.
 
         With `async_save` this returns when the state may change again: CUDA tensors by work on the caller's
@@ -315,43 +214,47 @@ class Checkpointer:
 
         Args:
             step: Number of the step, from 0; a step that was saved before is replaced.
-            state: Nested containers of tensors and Python objects.
+            state: Nested containers of tensors, Python objects and what has a state of its own: modules,
+                optimizers, schedulers, whatever has `state_dict` and `load_state_dict`. What each rank has
+                for itself is wrapped in `PerRank`.
+            metric: By which `keep_best` chooses; that of the first rank counts.
 
         Returns:
             A handle of the save.
 
         Raises:
             CheckpointError: The checkpointer is closed, the state cannot be staged, or, without `async_save`,
-                the save failed.
-            ConfigError: `step` is negative.
+                the save failed; with `ckpt_on_failure="warn"` only after `ckpt_max_failures` in a row. Or as
+                many saves as may be are under way, and `ckpt_when_busy` is "fail".
+            ConfigError: `step` is negative, or `metric` no number.
         """
         started = time.monotonic()
         self._check_open()
         if step < 0:
             raise ConfigError(f"step: expected a number from 0, got {step}")
+        if metric is not None:
+            try:
+                metric = float(metric)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"metric: expected a number, got {metric!r}") from error
         if self._config.async_save:
             warn_async_workers(self._config.dist_ckpt_workers, stacklevel=2)
             watch_exit()
-        handle = SaveHandle(step, self._path(step))
+        handle = SaveHandle(step, self._path(step), metric)
+        if not self._await_turn(handle):
+            return handle
         self._handles = [*(one for one in self._handles if not one.committed), handle]
-        # The same on all ranks that save this step, whatever steps one of them has left out.
-        self._num_saves[step] += 1
-        meeting = Meeting(
-            self._coordinator,
-            f"{self._name}.{step}.{self._num_saves[step]}",
-            timeout_s=self._timeout_s,
-            where=handle.path,
-            before=self._meeting,
-        )
-        self._meeting = meeting
+        meeting = self._meet(handle)
         try:
             # Not inference tensors, whoever calls: what is kept for the next save could not be used by it.
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._begin(handle, state, meeting, started)
+                self._begin(handle, self._gather(state).values, meeting, started)
         except BaseException as error:
             self._handles.remove(handle)
             self._tell_others(meeting, error)
-            self._report(handle, error)
+            if self._report(handle, error):
+                handle.blocked_s = time.monotonic() - started
+                return handle
             raise
         ended = time.monotonic()
         handle.blocked_s = ended - started
@@ -364,9 +267,80 @@ class Checkpointer:
             end_s=ended,
         )
         if not self._config.async_save:
-            handle.result()
+            failure = handle._future.exception()  # noqa: SLF001 - one room
             handle.blocked_s = time.monotonic() - started
+            if failure is not None and not self._bears(failure):
+                handle.result()
         return handle
+
+    def _gather(self, state: Mapping[str, Any], reader: StorageReader | None = None) -> Gathered:
+        """Return `state` as plain containers, to save it or to load it with `reader`.
+
+        Raises:
+            ConfigError: It has an entry of the name that the generators have.
+        """
+        if self._rng is not None and state.get(_RNG) is not self._rng:
+            if _RNG in state:
+                raise ConfigError(f"the state has an entry {_RNG!r}, which is where load_rng keeps its own")
+            state = {**state, _RNG: self._rng}
+        sizes = None if reader is None else reader.tensor_bytes
+        return Gathered(state, self._rank, self._wrappers, sizes)
+
+    def _steps_under_way(self) -> set[int]:
+        return {handle.step for handle in self._handles if not handle._future.done()}  # noqa: SLF001
+
+    def _await_turn(self, handle: SaveHandle) -> bool:
+        """Wait until no more saves are under way than may be; False if this one is not to be.
+
+        All ranks go by what the first finds: a save that some leave out would never be complete.
+
+        Raises:
+            CheckpointError: There are, and that is a failure; or the first rank cannot be heard of.
+        """
+        most = self._config.ckpt_max_in_flight
+        under_way = [each._future for each in self._handles if not each._future.done()]  # noqa: SLF001
+        is_busy = len(under_way) >= most
+        if self._config.ckpt_when_busy != "wait":
+            self._num_turns += 1
+            if not self._is_alone:
+                name = f"{self._name}.turn.{self._num_turns}"
+                if self._is_first:
+                    tell(self._coordinator, name, f"{handle.step} {is_busy:d}")
+                else:
+                    heard = hear(self._coordinator, name, [0], timeout_s=self._timeout_s, doing="save")
+                    step, _, told = heard[0].partition(" ")
+                    if int(step) != handle.step:
+                        raise CheckpointError(
+                            f"rank {self._coordinator.ranks[0]} saves step {step}, and this one {handle.step}"
+                        )
+                    is_busy = told == "1"
+            if is_busy:
+                text = (
+                    f"step {handle.step} is not saved: {most} saves are under way (--ckpt-max-in-flight), "
+                    f"for storage is slower than the training"
+                )
+                if self._config.ckpt_when_busy == "fail":
+                    raise CheckpointError(text, rank=self._rank)
+                _LOG.warning("%s", text)
+                handle.is_skipped = True
+                handle._future.set_exception(CheckpointError(text, rank=self._rank))  # noqa: SLF001
+                return False
+        while len(under_way) >= most:
+            under_way.pop(0).exception()
+        return True
+
+    def _meet(self, handle: SaveHandle) -> Meeting:
+        """Return where the ranks hear of each other in one attempt at a save."""
+        # The same on all ranks that save this step, whatever steps one of them has left out.
+        self._num_saves[handle.step] += 1
+        self._meeting = Meeting(
+            self._coordinator,
+            f"{self._name}.{handle.step}.{self._num_saves[handle.step]}",
+            timeout_s=self._timeout_s,
+            where=handle.path,
+            before=self._meeting,
+        )
+        return self._meeting
 
     def _begin(self, handle: SaveHandle, state: Mapping[str, Any], meeting: Meeting, started: float) -> None:
         """Stage `state`, and have it written; or write it, if the budget does not hold it."""
@@ -389,7 +363,7 @@ class Checkpointer:
                 handle._residence = residence  # noqa: SLF001 - one room
                 planned.foresee_metadata(handle.path)
                 if planned.late:
-                    late = _Late(planned, view, versions, residence)
+                    late = Late(planned, view, versions, residence)
             self._thread.submit(self._write, handle, planned, residence, late, meeting)
         except BaseException:
             handle._residence = None  # noqa: SLF001 - one room
@@ -438,37 +412,55 @@ class Checkpointer:
     def restore(self, state: dict[str, Any], step: int | str | None = "latest") -> int | None:
         """Load a checkpoint into `state`.
 
+        If the latest is damaged, the one before it is loaded, and so on; the log says so.
+
         Args:
-            state: Nested containers; tensors are filled in place, objects are replaced.
+            state: Nested containers, as for `save`; tensors are filled in place, objects are replaced, and
+                what has a state of its own is given it. An optimizer that has not stepped yet is prepared.
             step: Number of the step, or "latest".
 
         Returns:
             The step that was loaded; None if "latest" was asked for and there is none.
 
         Raises:
+            IntegrityError: The checkpoint is damaged, and so are all before it if "latest" was asked for.
             CheckpointError: There is no such step, or it cannot be read.
         """
         self._let_change()
-        found, is_there, failure = self._find_for_all(step)
-        if failure is not None:
-            raise failure
-        if found is None:
-            return None
-        path = self._path(found)
-        if not is_there:
-            raise CheckpointError(f"{path} holds no complete checkpoint")
-        reader = StorageReader(path, self._config, storage_options=self._storage_options)
-        try:
-            self._load(state, reader)
-        except CheckpointException as error:
-            cause = _cause_of(error, path, self._rank)
-            raise cause from error
-        return found
+        damaged: list[Copy] = []
+        first_error: CheckpointError | None = None
+        while True:
+            found = self._find_for_all(step, damaged)
+            if found is None:
+                if first_error is not None:
+                    raise first_error
+                return None
+            error = self._load(state, found)
+            if step not in (None, "latest"):
+                if error is not None:
+                    raise error
+                return found.step
+            outcome = self._outcome_for_all(error)
+            if outcome is None:
+                return found.step
+            if not isinstance(outcome, IntegrityError):
+                raise outcome
+            first_error = first_error or outcome
+            damaged.append(found)
+            _LOG.warning(
+                "%s is damaged, and the next older checkpoint is tried: %s", self._where(found), outcome
+            )
 
-    def _load(self, state: dict[str, Any], reader: StorageReader) -> None:
+    def _where(self, copy: Copy) -> str:
+        return self._archive.path(copy.step, copy.tier)
+
+    def _load(self, state: dict[str, Any], copy: Copy) -> CheckpointError | None:
+        """Load one checkpoint; returns why that failed, if it lies with the checkpoint or the state."""
         group = self._group if self._config.ckpt_fully_parallel_load and not self._is_alone else None
         number = self._num_restores
         num_asked = 0
+        path = self._where(copy)
+        reader = StorageReader(path, self._config, storage_options=self._archive.options_of(copy.tier))
 
         def agree(text: str) -> bool:
             nonlocal num_asked
@@ -477,55 +469,118 @@ class Checkpointer:
             heard = exchange(self._coordinator, name, text, timeout_s=self._timeout_s)
             return len(set(heard.values())) == 1
 
-        load(state, reader, group=group, agree=agree)
+        try:
+            load(state, reader, group=group, agree=agree, gather=lambda loaded: self._gather(loaded, reader))
+        except CheckpointException as error:
+            cause = _cause_of(error, path, self._rank)
+            cause.__cause__ = error
+            return cause
+        except CheckpointError as error:
+            return error
+        return None
 
-    def _find_for_all(self, step: int | str | None) -> tuple[int | None, bool, CheckpointError | None]:
-        """Return what the first rank finds: one rank may see a checkpoint that another does not see yet."""
+    def _outcome_for_all(self, error: CheckpointError | None) -> CheckpointError | None:
+        """Return how loading went: None if it went well on all ranks, damage if one has found any."""
+        if self._is_alone:
+            return error
+        text = ""
+        if error is not None:
+            text = f"{'damaged' if isinstance(error, IntegrityError) else 'failed'}: {error}"
+        name = f"{self._name}.loaded.{self._num_restores}"
+        heard = exchange(self._coordinator, name, text, timeout_s=self._timeout_s)
+        for place, told in heard.items():
+            if told.startswith("damaged: "):
+                rank = self._coordinator.ranks[place]
+                return IntegrityError(f"{told.removeprefix('damaged: ')} (rank {rank})", rank=rank)
+        if error is not None:
+            return error
+        for place, told in heard.items():
+            if told:
+                rank = self._coordinator.ranks[place]
+                return CheckpointError(
+                    f"rank {rank} could not load: {told.removeprefix('failed: ')}", rank=rank
+                )
+        return None
+
+    def _find_for_all(self, step: int | str | None, leave_out: Collection[Copy]) -> Copy | None:
+        """Return what the first rank finds: one rank may see a checkpoint that another does not see yet.
+
+        Raises:
+            CheckpointError: There is no such step, or the ranks ask for different ones.
+        """
         self._num_restores += 1
         name = f"{self._name}.restore.{self._num_restores}"
-        found, is_there, failure = None, False, None
+        found, failure = None, None
         if self._is_first:
             try:
-                found, is_there = self._find(step)
+                found = self._find(step, leave_out)
             except CheckpointError as error:
                 failure = error
-            told = [str(step), found, is_there, failure and f"{type(failure).__name__}: {failure}"]
+            told = [str(step), found, failure and f"{type(failure).__name__}: {failure}"]
             if not self._is_alone:
                 tell(self._coordinator, name, json.dumps(told))
         else:
             [word] = hear(self._coordinator, name, [0], timeout_s=self._timeout_s).values()
-            asked, found, is_there, text = json.loads(word)
+            asked, place, text = json.loads(word)
             if asked != str(step):
                 text = f"restores step {asked}, and this one {step}"
             failure = CheckpointError(f"{text} (rank {self._coordinator.ranks[0]})") if text else None
-        return found, is_there, failure
+            found = None if place is None else Copy(*place)
+        if failure is not None:
+            raise failure
+        return found
 
-    def _find(self, step: int | str | None) -> tuple[int | None, bool]:
+    def _find(self, step: int | str | None, leave_out: Collection[Copy]) -> Copy | None:
         if step is None or step == "latest":
-            found = self.latest()
-            return found, found is not None
+            return next((copy for copy in self._archive.copies() if copy not in leave_out), None)
         if isinstance(step, bool) or not str(step).isdecimal():
             raise ConfigError(f"step: expected a number from 0, or 'latest', got {step!r}")
-        return int(step), self._is_complete(int(step))
-
-    def _is_complete(self, step: int) -> bool:
-        return self._open(self._path(step)).read(METADATA, nbytes=0) is not None
+        found = self._archive.find(int(step))
+        if found is None:
+            raise CheckpointError(f"{self._path(int(step))} holds no complete checkpoint")
+        return found
 
     def steps(self) -> list[int]:
-        """Return the steps that are complete, ascending."""
-        return [step for step in self._directories() if self._is_complete(step)]
-
-    def _directories(self) -> list[int]:
-        found = []
-        for name in self._storage.list():
-            text = name.removeprefix(_PREFIX).removesuffix("/")
-            if text.isdecimal() and name == f"{_PREFIX}{int(text):0{_STEP_DIGITS}}/":
-                found.append(int(text))
-        return sorted(found)
+        """Return the steps that are complete, here or uploaded, ascending."""
+        return self._archive.steps()
 
     def latest(self) -> int | None:
         """Return the last step that is complete, or None."""
         return max(self.steps(), default=None)
+
+    def watch_preemption(self, *signals: signal.Signals) -> None:
+        """Watch for signals that say that the job will end soon; see `preempted`.
+
+        A handler that is there is called as before. A second signal is handled as if this one did not exist.
+
+        Args:
+            *signals: Default: SIGTERM, which torchrun, Kubernetes and Slurm send.
+
+        Raises:
+            ConfigError: This is not the main thread, or a signal cannot be handled.
+        """
+        self._check_open()
+        if self._preemption is not None:
+            self._preemption.close()
+        self._num_watches += 1
+        name = f"{self._name}.preemption.{self._num_watches}"
+        self._preemption = Preemption(self._coordinator, name, signals or (signal.SIGTERM,))
+
+    def preempted(self, step: int) -> bool:
+        """Say whether to save `step`, and to end then; to be asked by all ranks after every step.
+
+        It waits for nobody. When one rank has got the signal, all of them are told the same step, a few steps
+        later. A save for which there is no time any more leaves the checkpoint before it as it is.
+
+        Args:
+            step: The step that is complete.
+
+        Raises:
+            ConfigError: `watch_preemption` was not called.
+        """
+        if self._preemption is None:
+            raise ConfigError("preempted: call watch_preemption first")
+        return self._preemption.is_due(step)
 
     def wait(self) -> None:
         """Wait for all saves that are under way.
@@ -536,35 +591,44 @@ class Checkpointer:
         errors = [handle._future.exception() for handle in self._handles]  # noqa: SLF001 - one room
         self._handles = []
         for error in errors:
-            if error is not None:
+            if error is not None and not self._bears(error):
                 raise error
 
     def close(self) -> None:
-        """Wait for saves that are under way, end workers and give memory back; idempotent.
+        """Wait for saves and uploads that are under way, end workers and give memory back; idempotent.
 
         Raises:
-            CheckpointError: A save failed whose result nobody has asked for; all is closed nevertheless.
+            CheckpointError: A save failed whose result nobody has asked for, or the newest checkpoint could
+                not be uploaded; all is closed nevertheless.
         """
         if self._ended or os.getpid() != self._owner_pid:
             return
         self._closed = True
+        if self._preemption is not None:
+            self._preemption.close()
         self._thread.shutdown(wait=True)
         self._late.clear()
         self._forget_plan()
         self._engine.close()
         self._ended = True
+        upload_error = None
+        try:
+            self._archive.close()
+        except CheckpointError as error:
+            upload_error = error
         for handle in self._handles:
-            error = None if handle._is_asked else handle._future.exception(0)  # noqa: SLF001 - one room
-            if error is not None:
-                raise error
+            failure = None if handle._is_asked else handle._future.exception(0)  # noqa: SLF001 - one room
+            if failure is not None and not self._bears(failure):
+                raise failure
+        if upload_error is not None:
+            raise upload_error
 
-    def _open(self, path: str | os.PathLike[str]) -> Storage:
-        return open_storage(
-            path,
-            self._storage_options,
-            timeout_s=self._timeout_s,
-            direct_io=self._config.ckpt_direct_io,
-            bucket_bytes=self._config.bucket_bytes(),
+    def _bears(self, error: BaseException) -> bool:
+        """Say whether a failed save is no more than a line in the log."""
+        return (
+            isinstance(error, CheckpointError)
+            and self._config.ckpt_on_failure == "warn"
+            and self._num_failures < self._config.ckpt_max_failures
         )
 
     @property
@@ -578,7 +642,7 @@ class Checkpointer:
             raise CheckpointError("the Checkpointer is closed")
 
     def _path(self, step: int) -> str:
-        return f"{self._root.rstrip('/')}/{_PREFIX}{step:0{_STEP_DIGITS}}"
+        return self._archive.path(step)
 
     def _plan(self, state: Mapping[str, Any], view: View, versions: list[int] | None = None) -> PlannedState:
         """Return the plan of `state`: the last one if it is still true, or a new one.
@@ -642,16 +706,71 @@ class Checkpointer:
         handle: SaveHandle,
         planned: PlannedState,
         residence: Residence | None,
-        late: _Late | None,
+        late: Late | None,
         meeting: Meeting,
     ) -> None:
-        """Write and publish what was staged; in the background."""
+        """Write and publish what was staged, as often as may be; in the background."""
+        attempt = 1
+        while True:
+            attempted = _Attempt(handle, planned, residence, meeting, keeps=self._may_retry)
+            error = self._attempt(attempted, late)
+            residence = attempted.residence
+            if error is None:
+                return
+            self._tell_others(meeting, error)
+            if not self._is_tried_again(error, meeting, attempt):
+                break
+            if residence is not None and residence.is_lost:
+                break
+            self._pause(handle, error, attempt)
+            meeting = self._meet(handle)
+            attempt += 1
+        handle._residence = None  # noqa: SLF001 - one room
+        if residence is not None:
+            _await_arrival(residence)
+            planned.give_back(residence)
+        if late is not None:
+            late.end()
+        self._report(handle, error)
+
+    @property
+    def _may_retry(self) -> bool:
+        return self._config.ckpt_on_failure == "retry" and self._config.ckpt_max_failures > 1
+
+    def _is_tried_again(self, error: BaseException, meeting: Meeting, attempt: int) -> bool:
+        """Say whether a save that failed is; all ranks come to the same answer."""
+        return (
+            self._may_retry
+            and attempt < self._config.ckpt_max_failures
+            and not _is_final(error)
+            and not meeting.is_final
+        )
+
+    def _pause(self, handle: SaveHandle, error: BaseException, attempt: int) -> None:
+        most = self._config.ckpt_max_failures
+        _LOG.warning(
+            "attempt %d of %d at step %d failed, and it is tried again: %s: %s",
+            attempt,
+            most,
+            handle.step,
+            type(error).__name__,
+            error,
+        )
+        if self._is_first:
+            # The others wait for its claim.
+            threading.Event().wait(
+                min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LAST_PAUSE_S, self._timeout_s / 4)
+            )
+
+    def _attempt(self, attempt: _Attempt, late: Late | None) -> BaseException | None:
+        """Write and publish once; returns what it failed for."""
+        handle, planned, meeting = attempt.handle, attempt.planned, attempt.meeting
         storage: Storage | None = None
         claimed: Claim | None = None
         try:
-            storage = self._open(handle.path)
+            storage = self._open(handle)
             claimed = self._claim(storage, meeting)
-            if residence is None:
+            if attempt.residence is None:
                 # Other ranks save all that this one has.
                 written = Written(lay_out_image([], 1, 1), (), [])
             else:
@@ -659,7 +778,7 @@ class Checkpointer:
                     storage,
                     claimed.save_id,
                     self._rank,
-                    residence,
+                    attempt.residence,
                     meeting.progress,
                     self._check_of(claimed, storage),
                 )
@@ -667,28 +786,28 @@ class Checkpointer:
             handle._has_arrived = True  # noqa: SLF001 - one room
             if late is not None:
                 late.check()
-            # The next save has the memory, whatever the others do.
-            handle._residence = None  # noqa: SLF001 - one room
-            if residence is not None:
-                given, residence = residence, None
-                planned.give_back(given)
+            if not attempt.keeps:
+                # The next save has the memory, whatever the others do.
+                self._let_go(attempt)
             self._publish(handle, planned, storage, written, claimed, meeting)
         except BaseException as failure:  # noqa: BLE001 - the top frame of a thread: the handle raises it
-            error = failure
-            if storage is not None and claimed is not None:
-                error = claimed.explain(storage, failure)
-            handle._residence = None  # noqa: SLF001 - one room
-            if residence is not None:
-                _await_arrival(residence)
-                planned.give_back(residence)
-            if late is not None:
-                late.end()
             if claimed is not None:
                 self._failed.add(claimed.save_id)
-            self._tell_others(meeting, error)
-            self._report(handle, error)
-            return
+            if storage is None or claimed is None:
+                return failure
+            return claimed.explain(storage, failure)
+        self._let_go(attempt)
         self._complete(handle, claimed.save_id)
+        return None
+
+    def _let_go(self, attempt: _Attempt) -> None:
+        attempt.handle._residence = None  # noqa: SLF001 - one room
+        residence, attempt.residence = attempt.residence, None
+        if residence is not None:
+            attempt.planned.give_back(residence)
+
+    def _open(self, handle: SaveHandle) -> Storage:
+        return self._archive.open(handle.step)
 
     def _write_through(self, handle: SaveHandle, planned: PlannedState, view: View, meeting: Meeting) -> None:
         """Write and publish a state that the budget does not hold, on the caller's thread.
@@ -707,7 +826,27 @@ class Checkpointer:
         for earlier in self._handles:
             if earlier is not handle:
                 earlier._future.exception()  # noqa: SLF001 - one room
-        storage = self._open(handle.path)
+        attempt = 1
+        while True:
+            try:
+                self._complete(handle, self._write_once(handle, planned, view, meeting))
+            except CheckpointError as error:
+                if not self._is_tried_again(error, meeting, attempt):
+                    raise
+                self._tell_others(meeting, error)
+                self._pause(handle, error, attempt)
+                meeting = self._meet(handle)
+                attempt += 1
+            else:
+                return
+
+    def _write_once(self, handle: SaveHandle, planned: PlannedState, view: View, meeting: Meeting) -> str:
+        """Write a state and publish it, and return the id of the save.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        storage = self._open(handle)
         claimed = self._claim(storage, meeting)
         try:
             check = self._check_of(claimed, storage)
@@ -719,7 +858,7 @@ class Checkpointer:
             if error is failure:
                 raise
             raise error from failure
-        self._complete(handle, claimed.save_id)
+        return claimed.save_id
 
     def _claim(self, storage: Storage, meeting: Meeting) -> Claim:
         """Claim the directory, or wait until the first rank has: before that, no rank writes there."""
@@ -779,7 +918,8 @@ class Checkpointer:
             refs += write_documents(
                 self._engine, storage, save_id, self._rank, documents, lambda: claimed.check(storage)
             )
-            publish(storage, data, claimed, refs, self._details(manifests))
+            details = self._details(handle, manifests)
+            publish(storage, data, claimed, refs, details)
         if not self._is_alone:
             facts = self._common_facts(manifests)
             try:
@@ -792,31 +932,7 @@ class Checkpointer:
                 # All have heard how it ended: they have written since.
                 over.forget()
             self._over = [meeting]
-        self._reclaim(handle.step, save_id)
-
-    def _reclaim(self, committed: int, save_id: str) -> None:
-        """Remove what is left of earlier steps that were never completed, be it by a process before this."""
-        unfinished = [handle for handle in self._handles if not handle._future.done()]  # noqa: SLF001
-        under_way = {handle.step for handle in unfinished}
-        self._settled.add(committed)
-        idle_s = _IDLE_TIMEOUTS * self._timeout_s
-        try:
-            steps = self._directories()
-        except CheckpointError as error:
-            # What was committed is, whatever becomes of this.
-            _LOG.warning("what is left of earlier steps stays: %s", error)
-            return
-        for step in steps:
-            if step >= committed or step in under_way or step in self._settled:
-                continue
-            try:
-                if self._is_complete(step):
-                    self._settled.add(step)
-                else:
-                    storage = self._open(self._path(step))
-                    reclaim(storage, save_id, failed=self._failed, idle_s=idle_s)
-            except CheckpointError as error:
-                _LOG.warning("what is left of step %d stays: %s", step, error)
+        self._archive.take(handle.step, save_id, self._failed, handle.metric, details["time"])
 
     def _common_facts(self, manifests: Sequence[PartialManifest]) -> dict[str, Any]:
         """Return what the ranks have in common, if there are any that do not know."""
@@ -868,10 +984,11 @@ class Checkpointer:
                     "differ": differ,
                     "missing": missing,
                     "changed": isinstance(error, StateChanged),
+                    "final": _is_final(error) or meeting.is_final,
                 },
             )
 
-    def _details(self, manifests: Sequence[PartialManifest]) -> dict[str, Any]:
+    def _details(self, handle: SaveHandle, manifests: Sequence[PartialManifest]) -> dict[str, Any]:
         nbytes = [sum(manifest.ref.files.values()) for manifest in manifests]
         if nbytes and max(nbytes) > _SKEW * sum(nbytes) / len(nbytes) + _SKEW_BYTES:
             _LOG.warning(
@@ -881,26 +998,63 @@ class Checkpointer:
                 max(nbytes) * len(nbytes) / sum(nbytes),
             )
         world = len(self._coordinator.ranks)
-        return {"world": world, "format": self._config.ckpt_format, "time": time.time()}
+        details = {"world": world, "format": self._config.ckpt_format, "time": time.time()}
+        return details if handle.metric is None else {**details, "metric": handle.metric}
 
     def _complete(self, handle: SaveHandle, save_id: str) -> None:
         observe.emit("committed", save_id=save_id, path=handle.path)
         _LOG.info("committed %s", handle.path)
+        self._num_failures = 0
         handle._future.set_result(handle.path)  # noqa: SLF001 - one room
 
-    def _report(self, handle: SaveHandle, error: BaseException) -> None:
-        """Log a failure at once: nobody may ever ask for the result."""
+    def _report(self, handle: SaveHandle, error: BaseException) -> bool:
+        """Log a failure at once: nobody may ever ask for the result; says whether that is all."""
         # As text: a handler that keeps records would keep the traceback, and so the state.
         if isinstance(error, CheckpointError) and error.rank is None:
             error.rank = self._rank
-        _LOG.error("the save of step %d failed: %s", handle.step, f"{type(error).__name__}: {error}")
-        note_failure()
+        self._num_failures += 1
+        is_borne = self._bears(error)
+        _LOG.log(
+            logging.WARNING if is_borne else logging.ERROR,
+            "the save of step %d failed: %s",
+            handle.step,
+            f"{type(error).__name__}: {error}",
+        )
+        if not is_borne:
+            note_failure()
         clear_frames(error)
         if not isinstance(error, CheckpointError):
             told = CheckpointError(f"{type(error).__name__}: {error}")
             told.__cause__ = error
             error = told
         handle._future.set_exception(error)  # noqa: SLF001 - one room
+        return is_borne
+
+
+@dataclass
+class _Attempt:
+    """One attempt at a save in the background.
+
+    Attributes:
+        handle: The save.
+        planned: The plan of its state.
+        residence: What holds the state, until it is let go.
+        meeting: Where the ranks hear of each other.
+        keeps: Whether the state is held until it is committed, for another attempt.
+    """
+
+    handle: SaveHandle
+    planned: PlannedState
+    residence: Residence | None
+    meeting: Meeting
+    keeps: bool
+
+
+def _is_final(error: BaseException) -> bool:
+    """Say whether a failure has reasons that another attempt would meet, too."""
+    return not isinstance(error, CheckpointError) or isinstance(
+        error, (StagingError, StateChanged, ReplicasDiffer, ConfigError, Overtaken)
+    )
 
 
 def _cause_of(error: CheckpointException, path: str, rank: int) -> CheckpointError:

@@ -97,6 +97,10 @@ def _save_id_of(record: bytearray) -> str | None:
     return None if save_id is None else str(save_id)
 
 
+class Overtaken(CommitError):
+    """Another save has claimed the directory: this one is not tried again."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """The right of one save to publish in a directory, until another one claims it.
@@ -130,14 +134,14 @@ class Claim:
         """Refuse to go on if another save has claimed the directory since.
 
         Raises:
-            CommitError: One has.
+            Overtaken: One has.
             IntegrityError: The owner record is damaged.
             WriteError: The storage refuses.
         """
         if self.rank is None and not self.is_owner(storage):
             data = storage.read(OWNER)
             who = "nobody" if data is None else data.decode(errors="replace")
-            raise CommitError(
+            raise Overtaken(
                 f"not published: {storage.url} was claimed by another save while this one ({self.save_id}) "
                 f"ran: {who}"
             )
@@ -411,6 +415,58 @@ def reclaim(storage: Storage, save_id: str, *, failed: Collection[str] = (), idl
         return False
     _remove(storage, [OWNER, FOLDER], "was never completed")
     return storage.remove_directory()
+
+
+def remove_checkpoint(storage: Storage, save_id: str) -> bool:
+    """Remove a committed checkpoint: first what makes it one, then the rest.
+
+    Files that no save has written stay, and their directory with them.
+
+    Args:
+        storage: Its directory.
+        save_id: On whose behalf; no save ever had it.
+
+    Returns:
+        Whether the checkpoint is gone; False where another save has claimed its directory.
+
+    Raises:
+        IntegrityError: The owner record is damaged.
+        WriteError: The storage refuses.
+    """
+    committed = committed_by(storage)
+    if committed is not None and _owner(storage).get("save_id") != committed:
+        # A save is on its way to replace it.
+        return False
+    claimed = claim(storage, save_id)
+    # Before anything else, whatever the order in which it was found.
+    storage.delete(METADATA)
+    try:
+        _remove(
+            storage, claimed.found, "is removed", claimed.unfinished, check=lambda: claimed.check(storage)
+        )
+        claimed.check(storage)
+    except CommitError:
+        return False
+    _remove(storage, [OWNER, FOLDER], "is removed")
+    if not storage.remove_directory():
+        _LOG.warning("%s is no checkpoint any more; files that no save has written stay there", storage.url)
+    return True
+
+
+def details_of(storage: Storage) -> dict[str, Any] | None:
+    """Return what the commit record of a checkpoint says; None where there is no checkpoint or no record.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    metadata = storage.read(METADATA)
+    record = None if metadata is None else storage.read(record_name(metadata))
+    if record is None:
+        return None
+    with contextlib.suppress(ValueError):
+        details = json.loads(record)
+        return details if isinstance(details, dict) else None
+    return None
 
 
 def _is_over(storage: Storage, failed: Collection[str], idle_s: float) -> bool:

@@ -29,9 +29,6 @@ __all__ = ["CheckpointConfig", "add_arguments", "local_ranks", "warn_async_worke
 
 _logger = logging.getLogger(__name__)
 
-_NOT_AVAILABLE = "not available in this version of distckpt"
-_UNAVAILABLE_SETTINGS = ("keep_last", "load_rng")
-_UNAVAILABLE_FLAGS = ("--load-rng",)
 _UNIT_BYTES = {"": 1, "b": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("kmgt", start=1)
@@ -52,10 +49,22 @@ def _refuse(name: str, value: object, expected: str) -> ConfigError:
     return ConfigError(f"{name}: expected {expected}, got {value!r}")
 
 
-def _check_workers(name: str, value: object) -> int:
+def _check_count(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _refuse(name, value, "an integer of at least 1")
     return value
+
+
+def _check_optional_count(name: str, value: object) -> int | None:
+    return None if value is None else _check_count(name, value)
+
+
+def _check_directory(name: str, value: object) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        text = os.fspath(value)
+        if isinstance(text, str) and "://" not in text:
+            return text
+    raise _refuse(name, value, "a directory of this machine")
 
 
 def _check_bool(name: str, value: object) -> bool:
@@ -71,15 +80,13 @@ def _check_minutes(name: str, value: object) -> float:
     raise _refuse(name, value, "a finite number of minutes greater than 0")
 
 
-def _one_of(available: Sequence[str], planned: Sequence[str] = ()) -> Callable[[str, object], str]:
-    """Make the check of a setting that takes one of a few words; `planned` ones do not exist yet."""
+def _one_of(available: Sequence[str]) -> Callable[[str, object], str]:
+    """Make the check of a setting that takes one of a few words."""
     expected = " or ".join(filter(None, (", ".join(available[:-1]), available[-1])))
 
     def check(name: str, value: object) -> str:
         if isinstance(value, str) and value in available:
             return value
-        if isinstance(value, str) and value in planned:
-            raise ConfigError(f"{name}: {value!r} is {_NOT_AVAILABLE}; available: {expected}")
         raise _refuse(name, value, expected)
 
     return check
@@ -162,6 +169,10 @@ def _describe(
     return {"help": text, "check": check, "parse": parse, "metavar": metavar}
 
 
+_LOOP = {"loop": True}
+"""Metadata of a field that has an effect on `Checkpointer` alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """Settings of a checkpoint writer or reader.
@@ -176,7 +187,7 @@ class CheckpointConfig:
         default=1,
         metadata=_describe(
             "1: write in the calling process, one file after the other. N > 1: N worker processes per rank",
-            _check_workers,
+            _check_count,
             int,
             "N",
         ),
@@ -284,10 +295,126 @@ class CheckpointConfig:
     ckpt_on_failure: str = field(
         default="raise",
         metadata=_describe(
-            "what a failed save does: raise the error to the caller",
-            _one_of(("raise",), planned=("warn", "retry")),
+            "what a failed save does: raise the error to the caller; warn, which logs it, and training goes "
+            "on; retry, which writes once more what was staged",
+            _one_of(("raise", "warn", "retry")),
             metavar="ACTION",
-        ),
+        )
+        | _LOOP,
+    )
+    ckpt_max_failures: int = field(
+        default=3,
+        metadata=_describe(
+            "how many failures in a row raise all the same: of saves, with --ckpt-on-failure warn; of "
+            "attempts at one save, with retry",
+            _check_count,
+            int,
+            "N",
+        )
+        | _LOOP,
+    )
+    ckpt_max_in_flight: int = field(
+        default=2,
+        metadata=_describe(
+            "saves that may be under way at once; each holds the state in host memory until it is written",
+            _check_count,
+            int,
+            "N",
+        )
+        | _LOOP,
+    )
+    ckpt_when_busy: str = field(
+        default="wait",
+        metadata=_describe(
+            "what a save does when so many are under way, for storage is slower than the training: wait for "
+            "one, skip this save, or fail",
+            _one_of(("wait", "skip", "fail")),
+            metavar="ACTION",
+        )
+        | _LOOP,
+    )
+    load_rng: bool = field(
+        default=False,
+        metadata=_describe(
+            "save the state of each rank's random number generators, and restore it, for bit-exact resume",
+            _check_bool,
+        )
+        | _LOOP,
+    )
+    keep_last: int | None = field(
+        default=None,
+        metadata=_describe(
+            "keep the last N checkpoints; of the others, those that another --keep option asks for. Without "
+            "any of these options all are kept",
+            _check_optional_count,
+            int,
+            "N",
+        )
+        | _LOOP,
+    )
+    keep_every: int | None = field(
+        default=None,
+        metadata=_describe("keep checkpoints whose step is a multiple of K", _check_optional_count, int, "K")
+        | _LOOP,
+    )
+    keep_best: int | None = field(
+        default=None,
+        metadata=_describe(
+            "keep the N checkpoints with the best metric, as it was given to save()",
+            _check_optional_count,
+            int,
+            "N",
+        )
+        | _LOOP,
+    )
+    keep_best_mode: str = field(
+        default="min",
+        metadata=_describe(
+            "which metric is the best: the least (min) or the greatest (max)",
+            _one_of(("min", "max")),
+            metavar="MODE",
+        )
+        | _LOOP,
+    )
+    keep_hourly: int | None = field(
+        default=None,
+        metadata=_describe(
+            "keep the newest checkpoint of each of the last N hours in which there is one",
+            _check_optional_count,
+            int,
+            "N",
+        )
+        | _LOOP,
+    )
+    ckpt_incremental: bool = field(
+        default=False,
+        metadata=_describe(
+            "do not write tensors again whose bytes are those of the last committed checkpoint: its files "
+            "are linked, or copied by the store, into the new one",
+            _check_bool,
+        )
+        | _LOOP,
+    )
+    ckpt_local_dir: str = field(
+        default="",
+        metadata=_describe(
+            "directory on fast storage of this machine that all ranks see, such as NVMe or /dev/shm: "
+            "checkpoints are committed there, and uploaded in the background; empty: none",
+            _check_directory,
+            metavar="DIR",
+        )
+        | _LOOP,
+    )
+    ckpt_local_keep: int = field(
+        default=2,
+        metadata=_describe(
+            "how many checkpoints stay in --ckpt-local-dir beside the one that is uploaded; older ones go, "
+            "uploaded or not, when saves come faster than uploads",
+            _check_count,
+            int,
+            "N",
+        )
+        | _LOOP,
     )
     log_level: str = field(
         default="info",
@@ -322,6 +449,17 @@ class CheckpointConfig:
         if self.ckpt_objects != "auto" and self.ckpt_format == "torch_dist":
             raise ConfigError(
                 f"ckpt_objects: torch_dist holds objects as they are, got {self.ckpt_objects!r}: leave it out"
+            )
+        if self.keep_best_mode != "min" and self.keep_best is None:
+            raise ConfigError(
+                f"keep_best_mode: {self.keep_best_mode!r} has no effect without keep_best: set both"
+            )
+        if self.ckpt_local_keep != 2 and not self.ckpt_local_dir:
+            raise ConfigError("ckpt_local_keep: has no effect without ckpt_local_dir: set both or neither")
+        if self.ckpt_incremental and self.ckpt_format != "torch_dist":
+            raise ConfigError(
+                f"ckpt_incremental: only files of torch_dist can be shared by checkpoints, got "
+                f"ckpt_format={self.ckpt_format!r}"
             )
         budget_bytes, _ = _parse_memory("ckpt_host_memory", self.ckpt_host_memory)
         if budget_bytes:
@@ -370,24 +508,58 @@ class CheckpointConfig:
             ConfigError: If an argument has a value that cannot be honoured.
         """
         given = {one.name: getattr(namespace, one.name, None) for one in fields(cls)}
+        # Megatron's, which saves the generators unless it is told not to.
+        if given["load_rng"] is None and hasattr(namespace, "no_load_rng"):
+            given["load_rng"] = not namespace.no_load_rng
         return cls.from_mapping({name: value for name, value in given.items() if value is not None})
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, object]) -> CheckpointConfig:
+    def from_mapping(cls, mapping: Mapping[str, object], *, strict: bool = True) -> CheckpointConfig:
         """Make a config from values by field name, for example from a configuration file.
 
         Args:
             mapping: Settings that are absent keep their default.
+            strict: False: `mapping` is a section of another program, such as `megatron_cfg`. What is no
+                setting is left alone, and named in one line of the log; so is what has the name of a setting
+                and a value that only that program knows. `logging_level`, a number of `logging`, sets
+                `log_level`; what is None keeps its default.
 
         Returns:
             The config that the mapping describes.
 
         Raises:
-            ConfigError: If a setting is unknown or invalid.
+            ConfigError: If a setting is unknown or invalid; if not `strict`, only if it is invalid.
         """
-        _refuse_unknown(mapping)
-        settings: dict[str, Any] = dict(mapping)
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"settings: expected a mapping, got {type(mapping).__name__}")
+        if strict:
+            _refuse_unknown(mapping)
+            settings: dict[str, Any] = dict(mapping)
+        else:
+            settings = {name: value for name, value in _known_of(mapping).items() if value is not None}
         return cls(**settings)
+
+    def warn_of_loop_settings(self, what: str, *, stacklevel: int) -> None:
+        """Warn of settings that are given and that `what`, which is no `Checkpointer`, does nothing with.
+
+        Args:
+            what: Name of a class.
+            stacklevel: As for `warnings.warn`.
+        """
+        given = [
+            one.name
+            for one in fields(self)
+            if one.metadata.get("loop") and getattr(self, one.name) != one.default
+        ]
+        if given:
+            message = f"{', '.join(given)}: no effect on a {what}; a Checkpointer honours them"
+            _logger.warning("%s", message)
+            warnings.warn(message, DistckptWarning, stacklevel=stacklevel)
+
+    @property
+    def has_retention(self) -> bool:
+        """Whether any checkpoint is ever removed."""
+        return any((self.keep_last, self.keep_every, self.keep_best, self.keep_hourly))
 
     def host_memory_bytes(self, available_bytes: int, local_world_size: int) -> int:
         """Resolve `ckpt_host_memory` to the budget of one rank.
@@ -447,12 +619,47 @@ class CheckpointConfig:
 def _refuse_unknown(settings: Mapping[str, object]) -> None:
     known = [one.name for one in fields(CheckpointConfig)]
     for name in settings:
-        if name in _UNAVAILABLE_SETTINGS:
-            raise ConfigError(f"{name}: {_NOT_AVAILABLE}; available settings: {', '.join(known)}")
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"available settings: {', '.join(known)}"
             raise ConfigError(f"{name}: unknown setting; {hint}")
+
+
+# Source: the checkpoint options of Megatron-LM and Megatron-Bridge.
+_FOREIGN_NAMES = {
+    "fully_parallel_save": "ckpt_fully_parallel_save",
+    "fully_parallel_load": "ckpt_fully_parallel_load",
+    "logging_level": "log_level",
+}
+"""Names that settings have in sections of other programs."""
+
+
+def _known_of(section: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings in a section of another program, and say in the log what else there is."""
+    known = {one.name: one for one in fields(CheckpointConfig)}
+    settings: dict[str, object] = {}
+    left: list[str] = []
+    for foreign, given in section.items():
+        name = _FOREIGN_NAMES.get(foreign, foreign)
+        # One that has our name beside its own is ours.
+        if name not in known or (name != foreign and name in section):
+            left.append(str(foreign))
+            continue
+        value = given
+        if foreign == "logging_level" and isinstance(given, int) and not isinstance(given, bool):
+            level = next(level for level in (40, 30, 20, 0) if given >= level)
+            value = {40: "error", 30: "warning", 20: "info", 0: "debug"}[level]
+        elif name == "ckpt_format" and given in _FOREIGN_FORMATS:
+            left.append(f"{foreign}={given}")
+            continue
+        settings[name] = value
+    if left:
+        _logger.info("settings of another program, left alone: %s", ", ".join(left))
+    return settings
+
+
+_FOREIGN_FORMATS = ("torch", "torch_dcp", "fsdp_dtensor")
+"""Values of Megatron's own `ckpt_format` that are none of ours."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -470,7 +677,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for one in fields(CheckpointConfig):
         flag = "--" + one.name.replace("_", "-")
         # A program may have only what switches a setting off.
-        if flag in taken or (one.default is True and f"--no-{flag[2:]}" in taken):
+        if flag in taken or (one.type == "bool" and f"--no-{flag[2:]}" in taken):
             continue
         text = one.metadata["help"].replace("%", "%%")
         if one.default is True:
@@ -486,11 +693,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 type=_flag_type(one),
                 default=one.default,
                 metavar=one.metadata["metavar"],
-                help=text if one.default == "" else f"{text} (default: %(default)s)",
+                help=text if one.default in ("", None) else f"{text} (default: %(default)s)",
             )
-    for flag in _UNAVAILABLE_FLAGS:
-        if flag not in taken:
-            group.add_argument(flag, dest=argparse.SUPPRESS, action=_Unavailable)
 
 
 def _flag_type(one: Field[Any]) -> Callable[[str], object]:
@@ -507,22 +711,6 @@ def _flag_type(one: Field[Any]) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
-
-
-class _Unavailable(argparse.Action):
-    """A flag that is planned: known, so that using it is answered with the reason."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(f"{option_string}: {_NOT_AVAILABLE}")
 
 
 def warn_async_workers(workers: int, *, stacklevel: int) -> None:

@@ -171,6 +171,12 @@ class Meeting:
             # Those that wait for this rank see that it goes on.
             self.say("waiting", others=sum(word.nbytes for word in self._heard.values()) + len(self._heard))
 
+    @property
+    def is_final(self) -> bool:
+        """Whether a rank has said that it does not try this save again."""
+        words = [self.outcome, *self._heard.values()]
+        return any(word.phase == "failed" and word.facts.get("final") for word in words)
+
     def forget(self) -> None:
         """Remove what was said; every rank has heard it."""
         try:
@@ -287,7 +293,9 @@ def tell(coordinator: Coordinator, name: str, text: str) -> None:
     coordinator.tell(f"{name}.{coordinator.rank}", text.encode("utf-8", "surrogatepass"))
 
 
-def hear(coordinator: Coordinator, name: str, places: Sequence[int], *, timeout_s: float) -> dict[int, str]:
+def hear(
+    coordinator: Coordinator, name: str, places: Sequence[int], *, timeout_s: float, doing: str = "restore"
+) -> dict[int, str]:
     """Return what participants tell about `name`.
 
     Args:
@@ -295,6 +303,7 @@ def hear(coordinator: Coordinator, name: str, places: Sequence[int], *, timeout_
         name: What is asked for.
         places: Positions of those whose word is waited for.
         timeout_s: Seconds to wait for them.
+        doing: What they are expected to do, for the message.
 
     Raises:
         CommitError: They cannot be reached.
@@ -314,7 +323,7 @@ def hear(coordinator: Coordinator, name: str, places: Sequence[int], *, timeout_
             raise MissingRanks(
                 f"waited {timeout_s:.0f} s (--distributed-timeout-minutes) for rank"
                 f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST_NAMED]))}"
-                f"{', ...' if len(ranks) > _MOST_NAMED else ''} to restore, too",
+                f"{', ...' if len(ranks) > _MOST_NAMED else ''} to {doing}, too",
                 ranks=ranks,
                 waited_s=timeout_s,
             )

@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from distckpt.errors import CheckpointError
@@ -46,8 +45,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup, Work
-    from torch.distributed.checkpoint.storage import StorageReader
     from torch.distributed.device_mesh import DeviceMesh
+
+    from distckpt.reader import StorageReader
+    from distckpt.stateful import Gathered
 
     Agree = Callable[[str], bool]
 
@@ -64,7 +65,14 @@ _NUM_AGREEMENTS = 2
 _GIB = 1 << 30
 
 
-def load(state: dict[str, Any], reader: StorageReader, *, group: ProcessGroup | None, agree: Agree) -> None:
+def load(
+    state: dict[str, Any],
+    reader: StorageReader,
+    *,
+    group: ProcessGroup | None,
+    agree: Agree,
+    gather: Callable[[dict[str, Any]], Gathered],
+) -> None:
     """Load a checkpoint into `state`, as `torch.distributed.checkpoint.load` does.
 
     Tensors of 1 MiB or more that several ranks hold are read once and exchanged: plain ones among all of
@@ -79,6 +87,7 @@ def load(state: dict[str, Any], reader: StorageReader, *, group: ProcessGroup | 
         group: Exactly the ranks that load, on all of which this is called; None: no rank knows of another.
         agree: Says whether all ranks of `group` have passed the same text, without a collective and within a
             deadline; called twice on each of them, also when it fails. It is not called without a group.
+        gather: Makes plain containers of `state`.
 
     Raises:
         CheckpointError: Another rank failed, or the exchange did.
@@ -89,10 +98,8 @@ def load(state: dict[str, Any], reader: StorageReader, *, group: ProcessGroup | 
     if group is not None and distributed.get_world_size(group) > 1:
         exchange = _Exchange(group, agree)
     try:
-        values = {
-            key: state[key].state_dict() if isinstance(state[key], Stateful) else state[key]
-            for key in sorted(state)
-        }
+        gathered = gather(state)
+        values = dict(sorted(gathered.values.items()))
         planner = DefaultLoadPlanner() if exchange is None else _DividingPlanner(exchange)
         # As the public function, but for its warning that there is a single process.
         _load_state_dict(values, reader, no_dist=True, planner=planner)
@@ -102,11 +109,8 @@ def load(state: dict[str, Any], reader: StorageReader, *, group: ProcessGroup | 
         raise
     if exchange is not None:
         exchange.complete()
-    for key, value in values.items():
-        if isinstance(state.get(key), Stateful):
-            state[key].load_state_dict(value)
-        elif key in state:
-            state[key] = value
+    gathered.values.update(values)
+    gathered.hand_back(weights_only=reader.weights_only)
 
 
 @dataclass(frozen=True)

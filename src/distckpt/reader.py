@@ -179,6 +179,25 @@ class StorageReader(TorchStorageReader):
             self._path = checkpoint_id
         self._forget()
 
+    @property
+    def weights_only(self) -> bool:
+        """Whether Python objects are loaded only if that runs no code."""
+        return self._config.ckpt_weights_only
+
+    def tensor_bytes(self) -> dict[str, int]:
+        """Return the names of all that the checkpoint holds, with the bytes of tensors, and 0 of objects.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or its metadata is damaged.
+        """
+        metadata = self._metadata or self.read_metadata()
+        return {
+            fqn: entry.size.numel() * entry.properties.dtype.itemsize
+            if isinstance(entry, TensorStorageMetadata)
+            else 0
+            for fqn, entry in metadata.state_dict_metadata.items()
+        }
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata.
 

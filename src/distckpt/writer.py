@@ -157,6 +157,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         **settings: Any,
     ) -> None:
         self._config = CheckpointConfig.build(config, settings)
+        self._config.warn_of_loop_settings(type(self).__name__, stacklevel=3)
         self._path = path
         self._storage_options = dict(storage_options or {})
         if path is not None:

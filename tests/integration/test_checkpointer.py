@@ -643,8 +643,8 @@ def test_two_saves_in_flight_never_mix(either: Checkpointer, tmp_path: Path) -> 
                 for tensor in state.values():
                     tensor.fill_(step)
                 handles.append(either.save(step, state))
-            assert [handle.committed for handle in handles] == [False, False]
-            assert [handle.staged for handle in handles] == [True, True]
+            assert [bool(handle.committed) for handle in handles] == [False, False]
+            assert [bool(handle.staged) for handle in handles] == [True, True]
             for tensor in state.values():
                 tensor.fill_(77)
     either.wait()
@@ -818,7 +818,7 @@ def test_a_save_fails_while_others_are_under_way(checkpointer: Checkpointer, tmp
             handles.append(checkpointer.save(step, state))
     with pytest.raises(WriteError):
         checkpointer.wait()
-    assert [handle.committed for handle in handles] == [True, False, True]
+    assert [bool(handle.committed) for handle in handles] == [True, False, True]
     for step in (0, 2):
         assert_same(read_with_torch(path_of(tmp_path, step)), {"t": torch.full((MIB,), float(step))})
 
@@ -859,7 +859,7 @@ def test_what_a_handle_tells(checkpointer: Checkpointer, tmp_path: Path) -> None
         assert isinstance(handle, SaveHandle)
         assert (handle.step, handle.path) == (3, str(path_of(tmp_path, 3)))
         assert 0 < handle.prepared_s <= handle.blocked_s <= took
-        assert (handle.staged, handle.committed) == (True, False)
+        assert (bool(handle.staged), bool(handle.committed)) == (True, False)
         with pytest.raises(TimeoutError):
             handle.result(0.01)
         assert checkpointer.latest() is None
@@ -1124,4 +1124,4 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_close(tmp_path: Path) -> N
         with pytest.raises(WriteError):
             handle.result(WAIT_S)
         checkpointer.save(2, state)
-    assert handle.committed is False
+    assert not handle.committed

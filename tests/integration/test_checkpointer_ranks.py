@@ -600,7 +600,7 @@ def save_over_the_budget(root: str) -> list[Any]:
     with Checkpointer(root, async_save=True, ckpt_host_memory=24 << 20) as checkpointer:
         for step in range(3):
             handle = checkpointer.save(step, states.make(step, 40 << 20))
-            found.append([handle.committed, checkpointer.latest() == step])
+            found.append([bool(handle.committed), checkpointer.latest() == step])
     return found
 
 

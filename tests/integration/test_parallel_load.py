@@ -32,6 +32,8 @@ from integration.ranks import states
 from integration.ranks.states import COLUMNS, ROWS, WHOLE
 from integration.ranks.world import Ranks
 
+from distckpt.stateful import Gathered
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
     from torch.futures import Future
@@ -63,6 +65,11 @@ COLLECTIVES = (
     "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend",
     "irecv", "new_group",
 )  # fmt: skip
+
+
+def load_into(state: dict[str, Any], reader: StorageReader, **settings: Any) -> None:
+    """Load into a state that has nothing of a single rank."""
+    parallel_load.load(state, reader, gather=lambda loaded: Gathered(loaded, 0, {}), **settings)
 
 
 def fill(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int | None) -> torch.Tensor:
@@ -200,7 +207,7 @@ def load_plain(path: str) -> Any:
     state = plain(None)
     tensors = [*state["big"].values(), *state["small"].values()]
     versions = [tensor._version for tensor in tensors]
-    parallel_load.load(state, reader, group=world(), agree=agree)
+    load_into(state, reader, group=world(), agree=agree)
     after = [*state["big"].values(), *state["small"].values()]
     differences = states.differences(state, plain(SEED))
     differences += [
@@ -264,7 +271,7 @@ def load_on_grid(path: str, resharded: bool) -> Any:
             state_dict_saver.save(make(SEED), storage_writer=writer)
     called.clear()
     reader = CountingReader(path)
-    parallel_load.load(state, reader, group=world(), agree=agree)
+    load_into(state, reader, group=world(), agree=agree)
     return states.differences(state, make(SEED)), called, reader.nbytes
 
 
@@ -302,14 +309,14 @@ def load_others(path: str) -> Any:
         return state
 
     state, agree = make(None), agree_in(world(), "others")
-    parallel_load.load(state, reader, group=world(), agree=agree)
+    load_into(state, reader, group=world(), agree=agree)
     differences = states.differences(state, make(SEED))
     # A rank may have other small things.
     state, agree = plain(None), agree_in(world(), "small")
     if distributed.get_rank() == 1:
         del state["small"], state["epoch"]
     none = list(called)
-    parallel_load.load(state, StorageReader(path), group=world(), agree=agree)
+    load_into(state, StorageReader(path), group=world(), agree=agree)
     differences += states.differences(state["big"], plain(SEED)["big"])
     return differences, none, len(called), len(reader.big())
 
@@ -338,7 +345,7 @@ def load_alone(path: str) -> list[str]:
     def agree(_: str) -> bool:
         raise AssertionError("asked")
 
-    parallel_load.load(state, StorageReader(path), group=None, agree=agree)
+    load_into(state, StorageReader(path), group=None, agree=agree)
     return states.differences(state, expected)
 
 
@@ -368,7 +375,7 @@ def load_and_fail(path: str, damaged: str, deadline_s: float) -> Any:
         name: str, state: dict[str, Any], reader: StorageReader, deadline: float = DEADLINE_S
     ) -> None:
         agree = agree_in(world(), name, deadline)
-        found.append(outcome(lambda: parallel_load.load(state, reader, group=world(), agree=agree)))
+        found.append(outcome(lambda: load_into(state, reader, group=world(), agree=agree)))
 
     for stage in ("metadata", "data"):
         attempt(stage, plain(None), FailingReader(path, stage if rank == 1 else ""))
@@ -421,9 +428,7 @@ def load_and_die(path: str) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         return agreed
 
-    return outcome(
-        lambda: parallel_load.load(plain(None), StorageReader(path), group=world(), agree=agree_and_die)
-    )
+    return outcome(lambda: load_into(plain(None), StorageReader(path), group=world(), agree=agree_and_die))
 
 
 def test_death_of_a_rank_during_the_exchange(ranks: Ranks, whole: str) -> None:
@@ -454,9 +459,7 @@ def load_stateful(path: str, members: list[int]) -> Any:
     if distributed.get_rank() not in members:
         return None
     called, counter = count("broadcast"), Counter(None)
-    parallel_load.load(
-        {"counter": counter}, StorageReader(path), group=group, agree=agree_in(group, "stateful")
-    )
+    load_into({"counter": counter}, StorageReader(path), group=group, agree=agree_in(group, "stateful"))
     assert counter.taken is not None
     return states.differences(counter.taken, Counter(SEED).weight), called
 

@@ -326,12 +326,12 @@ def save_while_training(root: str) -> list[Any]:
                 for _ in range(5):
                     distributed.all_reduce(torch.ones(1))
                 # The ranks leave together: this too is a collective.
-                done = torch.tensor(float(handles[-1].committed))
+                done = torch.tensor(float(bool(handles[-1].committed)))
                 distributed.all_reduce(done, distributed.ReduceOp.MIN)
                 distributed.barrier()
                 if done:
                     break
-    return [handle.committed for handle in handles]
+    return [bool(handle.committed) for handle in handles]
 
 
 def test_collectives_of_the_training_while_saving(ranks: Ranks, tmp_path: Path) -> None:

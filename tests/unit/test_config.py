@@ -37,6 +37,18 @@ DEFAULTS: dict[str, object] = {
     "ckpt_fully_parallel_save": True,
     "ckpt_fully_parallel_load": True,
     "ckpt_on_failure": "raise",
+    "ckpt_max_failures": 3,
+    "ckpt_max_in_flight": 2,
+    "ckpt_when_busy": "wait",
+    "load_rng": False,
+    "keep_last": None,
+    "keep_every": None,
+    "keep_best": None,
+    "keep_best_mode": "min",
+    "keep_hourly": None,
+    "ckpt_incremental": False,
+    "ckpt_local_dir": "",
+    "ckpt_local_keep": 2,
     "log_level": "info",
 }
 FLAGS = {
@@ -54,6 +66,18 @@ FLAGS = {
     "--ckpt-fully-parallel-save",
     "--ckpt-fully-parallel-load",
     "--ckpt-on-failure",
+    "--ckpt-max-failures",
+    "--ckpt-max-in-flight",
+    "--ckpt-when-busy",
+    "--load-rng",
+    "--keep-last",
+    "--keep-every",
+    "--keep-best",
+    "--keep-best-mode",
+    "--keep-hourly",
+    "--ckpt-incremental",
+    "--ckpt-local-dir",
+    "--ckpt-local-keep",
     "--log-level",
 }
 NEGATIVE_FLAGS = {
@@ -62,8 +86,6 @@ NEGATIVE_FLAGS = {
     "--no-ckpt-fully-parallel-save",
     "--no-ckpt-fully-parallel-load",
 }
-UNAVAILABLE_FLAGS = {"--load-rng"}
-UNAVAILABLE_SETTINGS = ["load_rng", "keep_last"]
 
 
 @pytest.fixture(autouse=True)
@@ -160,26 +182,6 @@ def test_bad_value_names_setting_and_value(name: str, value: object) -> None:
         make(**{name: value})
     assert str(caught.value).startswith(f"{name}: expected ")
     assert repr(value) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "available"),
-    [
-        ("ckpt_on_failure", "warn", "raise"),
-        ("ckpt_on_failure", "retry", "raise"),
-    ],
-)
-def test_planned_value_says_what_is_available(name: str, value: str, available: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{value}.*not available in this version of distckpt; available: {available}"
-    ):
-        make(**{name: value})
-
-
-@pytest.mark.parametrize("name", UNAVAILABLE_SETTINGS)
-def test_planned_setting_says_what_is_available(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: not available in this version of distckpt; .*log_level"):
-        make(**{name: True})
 
 
 def test_unknown_setting_is_a_config_error_with_a_suggestion() -> None:
@@ -370,7 +372,7 @@ def test_two_buckets_for_each_lane_and_two_more_fit_or_are_refused(
 def test_flag_set_is_frozen() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
-    assert set(parser._option_string_actions) == FLAGS | NEGATIVE_FLAGS | UNAVAILABLE_FLAGS
+    assert set(parser._option_string_actions) == FLAGS | NEGATIVE_FLAGS
     fields = [field.name for field in dataclasses.fields(CheckpointConfig)]
     assert {"--" + name.replace("_", "-") for name in fields} == FLAGS
     assert vars(parser.parse_args([])) == DEFAULTS
@@ -409,10 +411,6 @@ def test_flags_reach_the_config() -> None:
         (["--ckpt-worker-cores", "all"], "a list of cores"),
         (["--ckpt-worker-cores", "99999"], "no core 99999 online"),
         (["--ckpt-format", "hdf5"], "ckpt_format: expected torch_dist, safetensors or zarr, got 'hdf5'"),
-        *(
-            ([flag], f"{flag}: not available in this version of distckpt")
-            for flag in sorted(UNAVAILABLE_FLAGS)
-        ),
     ],
 )
 def test_bad_flag_is_a_usage_error(
@@ -429,7 +427,6 @@ def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         parse("--help")
     text = capsys.readouterr().out
     assert all(flag in text for flag in FLAGS)
-    assert not any(flag in text for flag in UNAVAILABLE_FLAGS)
 
 
 @pytest.mark.parametrize("handler", ["error", "resolve"])
@@ -448,7 +445,7 @@ def test_flags_of_the_host_parser_are_left_alone_and_read(handler: str) -> None:
 
     ours = parser.parse_args(["--ckpt-format", "torch_dist", "--load-rng", "--no-ckpt-fully-parallel-save"])
     assert ours.load_rng is True
-    assert CheckpointConfig.from_args(ours) == CheckpointConfig(ckpt_fully_parallel_save=False)
+    assert CheckpointConfig.from_args(ours) == CheckpointConfig(ckpt_fully_parallel_save=False, load_rng=True)
     # Where the program can only switch it off, it is on.
     assert parser.parse_args([]).ckpt_fully_parallel_save is True
     with pytest.raises(

@@ -18,6 +18,7 @@ PUBLIC = [
     "DistckptWarning",
     "IntegrityError",
     "MissingRanks",
+    "PerRank",
     "SaveHandle",
     "SavePlanner",
     "Sharded",

@@ -1,0 +1,356 @@
+"""All steps of a training job: where they lie, which are complete, which stay, and their copies elsewhere.
+
+    commit of a step   -> the file `latest` names it
+                       -> what steps before it have left unfinished is removed
+                       -> in the background: it is uploaded, and what no policy keeps is removed
+
+With a local tier, checkpoints are committed in a directory of this machine, and uploaded from there to the
+root one at a time, the newest first. A checkpoint is nearest where it is local.
+
+Invariants:
+    * What is newer than the newest committed checkpoint is not touched, nor what a save is under way to.
+    * A local checkpoint is not removed while it is uploaded; the newest stays.
+
+Threads: the caller's; one that removes, and one that uploads, of its own. Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distckpt.commit import details_of, reclaim, remove_checkpoint
+from distckpt.errors import CheckpointError
+from distckpt.manifest import METADATA
+from distckpt.retention import LATEST, Saved, kept_steps
+from distckpt.storage import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from distckpt.config import CheckpointConfig
+    from distckpt.storage import Storage
+
+__all__ = ["Archive", "Copy"]
+
+_LOG = logging.getLogger(__name__)
+_PREFIX = "step-"
+_STEP_DIGITS = 8
+_IDLE_TIMEOUTS = 2.0
+"""A save in whose directory nothing has changed for so many deadlines is over."""
+
+
+class Copy(NamedTuple):
+    """One place where a step may be.
+
+    Attributes:
+        step: The step.
+        tier: 0: where saves are committed; 1: where they are uploaded to.
+    """
+
+    step: int
+    tier: int
+
+
+class Archive:
+    """The steps under one root, and under the local directory before it if there is one.
+
+    Args:
+        root: Directory of all steps, or a URL.
+        options: Storage options of `root`.
+        config: Settings.
+        under_way: Returns the steps to which a save is under way, with that of the caller.
+
+    Attributes:
+        url: Where saves are committed.
+
+    Raises:
+        ConfigError: A directory, the URL or an option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        options: Mapping[str, Any],
+        config: CheckpointConfig,
+        under_way: Callable[[], Collection[int]],
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._under_way = under_way
+        # Absolute, wherever the process goes meanwhile.
+        url = self._open_at(root, is_root=True).url.rstrip("/") or "/"
+        self._urls = [url]
+        if config.ckpt_local_dir:
+            # Jobs with other roots share the directory, and their steps have the same names.
+            name = hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+            local = os.path.join(os.path.abspath(config.ckpt_local_dir), name)
+            self._urls.insert(0, local)
+        self._known: list[dict[int, Saved]] = [{} for _ in self._urls]
+        """Committed checkpoints of each tier, as far as something was asked of them."""
+        self._settled: set[int] = set()
+        """Steps in whose directories nothing is to be cleared away."""
+        self._cleaner: ThreadPoolExecutor | None = None
+        self._uploader: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._uploading: int | None = None
+        self._stop = threading.Event()
+        self._upload_error: CheckpointError | None = None
+
+    @property
+    def url(self) -> str:
+        """Where saves are committed."""
+        return self._urls[0]
+
+    @property
+    def root(self) -> Storage:
+        """The directory of all steps that are committed here."""
+        return self._open_tier(0)
+
+    def path(self, step: int, tier: int = 0) -> str:
+        """Return the directory of a step."""
+        return f"{self._urls[tier].rstrip('/')}/{_PREFIX}{step:0{_STEP_DIGITS}}"
+
+    def options_of(self, tier: int) -> Mapping[str, Any]:
+        """Return the storage options of a tier."""
+        return self._options if tier == len(self._urls) - 1 else {}
+
+    def open(self, step: int, tier: int = 0) -> Storage:
+        """Open the directory of a step; nothing is asked of the storage."""
+        return self._open_at(self.path(step, tier), is_root=tier == len(self._urls) - 1)
+
+    def _open_tier(self, tier: int) -> Storage:
+        return self._open_at(self._urls[tier], is_root=tier == len(self._urls) - 1)
+
+    def _open_at(self, path: str | os.PathLike[str], *, is_root: bool) -> Storage:
+        return open_storage(
+            path,
+            self._options if is_root else {},
+            timeout_s=self._timeout_s,
+            direct_io=self._config.ckpt_direct_io,
+            bucket_bytes=self._config.bucket_bytes() if is_root else 0,
+        )
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._config.distributed_timeout_minutes * 60
+
+    def steps(self) -> list[int]:
+        """Return the steps that are complete anywhere, ascending."""
+        return sorted({copy.step for copy in self.copies()})
+
+    def copies(self) -> list[Copy]:
+        """Return all that is complete, the newest step first, and of a step the nearest place."""
+        found = [
+            Copy(step, tier)
+            for tier in range(len(self._urls))
+            for step in self._directories(tier)
+            if self.is_complete(step, tier)
+        ]
+        return sorted(found, key=lambda copy: (-copy.step, copy.tier))
+
+    def find(self, step: int) -> Copy | None:
+        """Return the nearest place where a step is complete."""
+        for tier in range(len(self._urls)):
+            if self.is_complete(step, tier):
+                return Copy(step, tier)
+        return None
+
+    def is_complete(self, step: int, tier: int = 0) -> bool:
+        """Say whether a step is complete in a tier."""
+        return self.open(step, tier).read(METADATA, nbytes=0) is not None
+
+    def _directories(self, tier: int) -> list[int]:
+        found = []
+        for name in self._open_tier(tier).list():
+            text = name.removeprefix(_PREFIX).removesuffix("/")
+            if text.isdecimal() and name == f"{_PREFIX}{int(text):0{_STEP_DIGITS}}/":
+                found.append(int(text))
+        return sorted(found)
+
+    def take(
+        self, step: int, save_id: str, failed: Collection[str], metric: float | None, time_s: float
+    ) -> None:
+        """See to what is due after the commit of a step; failures are said in the log.
+
+        Args:
+            step: The step.
+            save_id: Of its save.
+            failed: Ids of saves that are known to be over.
+            metric: What it was saved with.
+            time_s: When it was committed, in seconds since the epoch.
+        """
+        self._known[0][step] = Saved(step, time_s, metric)
+        self._point_to(step, 0)
+        self._reclaim(step, save_id, failed)
+        if len(self._urls) > 1:
+            self.upload()
+        elif self._config.has_retention:
+            if self._cleaner is None:
+                self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="distckpt-retention")
+            self._cleaner.submit(self._retain, 0)
+
+    def upload(self) -> None:
+        """Begin to upload what the root lacks, also what a process before this one has left."""
+        if len(self._urls) == 1:
+            return
+        if self._uploader is None:
+            self._uploader = ThreadPoolExecutor(1, thread_name_prefix="distckpt-upload")
+        self._uploader.submit(self._upload_all)
+
+    def close(self) -> None:
+        """Wait until all is uploaded and removed that is to be; idempotent.
+
+        Raises:
+            CheckpointError: The newest checkpoint could not be uploaded: it is on this machine alone.
+        """
+        for pool in (self._uploader, self._cleaner):
+            if pool is not None:
+                pool.shutdown(wait=True)
+        self._uploader = self._cleaner = None
+        error, self._upload_error = self._upload_error, None
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        """Have uploads end soon; what they have sent is used by the next process."""
+        self._stop.set()
+
+    def _point_to(self, step: int, tier: int) -> None:
+        """Have the file `latest` name a step that is committed, unless a newer one is."""
+        storage = self._open_tier(tier)
+        try:
+            known = storage.read(LATEST)
+            named = "" if known is None else known.decode(errors="replace").strip()
+            text = named.removeprefix(_PREFIX)
+            if text.isdecimal() and int(text) > step and self.is_complete(int(text), tier):
+                return
+            storage.put(LATEST, f"{_PREFIX}{step:0{_STEP_DIGITS}}\n".encode())
+        except CheckpointError as error:
+            _LOG.warning("%s/%s still names what was the latest before: %s", storage.url, LATEST, error)
+
+    def _reclaim(self, committed: int, save_id: str, failed: Collection[str]) -> None:
+        """Remove what is left of earlier steps that were never completed, be it by a process before this."""
+        self._settled.add(committed)
+        under_way = self._under_way()
+        idle_s = _IDLE_TIMEOUTS * self._timeout_s
+        try:
+            steps = self._directories(0)
+        except CheckpointError as error:
+            # What was committed is, whatever becomes of this.
+            _LOG.warning("what is left of earlier steps stays: %s", error)
+            return
+        for step in steps:
+            if step >= committed or step in under_way or step in self._settled:
+                continue
+            try:
+                if self.is_complete(step):
+                    self._settled.add(step)
+                else:
+                    reclaim(self.open(step), save_id, failed=failed, idle_s=idle_s)
+            except CheckpointError as error:
+                _LOG.warning("what is left of step %d stays: %s", step, error)
+
+    def _retain(self, tier: int) -> None:
+        """Remove the committed checkpoints of a tier that no policy keeps."""
+        try:
+            saved = self._saved(tier)
+        except CheckpointError as error:
+            _LOG.warning("no checkpoint is removed: %s", error)
+            return
+        for step in sorted({one.step for one in saved} - kept_steps(saved, self._config)):
+            self._remove(step, tier)
+
+    def _saved(self, tier: int) -> list[Saved]:
+        """Return the committed checkpoints of a tier, with what retention goes by."""
+        known = self._known[tier]
+        steps = self._directories(tier)
+        for step in steps:
+            if step in known or not self.is_complete(step, tier):
+                continue
+            details = details_of(self.open(step, tier)) or {}
+            known[step] = Saved(step, _number(details.get("time")), _number(details.get("metric")))
+        for gone in set(known) - set(steps):
+            known.pop(gone, None)
+        return list(known.values())
+
+    def _remove(self, step: int, tier: int) -> None:
+        if tier == 0 and step in self._under_way():
+            return
+        try:
+            if remove_checkpoint(self.open(step, tier), uuid.uuid4().hex):
+                self._known[tier].pop(step, None)
+                _LOG.info("removed %s", self.path(step, tier))
+        except CheckpointError as error:
+            _LOG.warning("%s stays: %s", self.path(step, tier), error)
+
+    def _upload_all(self) -> None:
+        """Upload what the root lacks, and remove what is to go there and here."""
+        while not self._stop.is_set():
+            try:
+                step = self._next_upload()
+                self._trim()
+                if step is None:
+                    return
+                self._upload(step)
+            except CheckpointError as error:
+                _LOG.error("the upload to %s failed: %s", self._urls[1], error)
+                self._upload_error = error
+                return
+            except BaseException as error:  # noqa: BLE001 - the top frame of a thread: close() raises it
+                _LOG.error("the upload to %s failed: %s: %s", self._urls[1], type(error).__name__, error)
+                self._upload_error = CheckpointError(f"{type(error).__name__}: {error}")
+                return
+
+    def _next_upload(self) -> int | None:
+        """Return the newest step that is to be uploaded; it is not removed here until it is."""
+        here, there = self._saved(0), self._saved(1)
+        kept = kept_steps([*{one.step: one for one in (*there, *here)}.values()], self._config)
+        missing = {one.step for one in here} - {one.step for one in there}
+        step = max(missing & kept, default=None)
+        with self._lock:
+            self._uploading = step
+        return step
+
+    def _upload(self, step: int) -> None:
+        try:
+            from distckpt.mirror import mirror
+
+            mirror(self.open(step, 0), self.open(step, 1), stop=self._stop)
+            if self._stop.is_set():
+                return
+        finally:
+            with self._lock:
+                self._uploading = None
+        self._known[1][step] = self._known[0][step]
+        self._upload_error = None
+        self._point_to(step, 1)
+        _LOG.info("uploaded %s", self.path(step, 1))
+        if self._config.has_retention:
+            self._retain(1)
+
+    def _trim(self) -> None:
+        """Remove the oldest local checkpoints, so that no more stay than are to."""
+        there = {one.step for one in self._saved(1)}
+        here = sorted(one.step for one in self._saved(0))
+        for step in here[: -self._config.ckpt_local_keep]:
+            with self._lock:
+                if step == self._uploading:
+                    continue
+            if step not in there:
+                _LOG.warning(
+                    "step %d is removed from %s before it was uploaded: saves come faster than uploads "
+                    "(--ckpt-local-keep)",
+                    step,
+                    self._urls[0],
+                )
+            self._remove(step, 0)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

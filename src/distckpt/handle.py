@@ -1,0 +1,195 @@
+"""One save of a `Checkpointer`: what its caller holds of it, and tensors that may still be copied for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from distckpt.errors import StagingError
+from distckpt.signature import version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distckpt.engine import Residence
+    from distckpt.planned import PlannedState
+    from distckpt.signature import View
+
+__all__ = ["Late", "Milestone", "SaveHandle"]
+
+_POLL_S = 0.002
+_VERSIONS_AT_ONCE = 512
+
+
+class Milestone:
+    """A point that a save has reached or not: true in the first case, and to be waited for as a future is."""
+
+    def __init__(self, is_reached: Callable[[], bool], wait: Callable[[float | None], None]) -> None:
+        self._is_reached = is_reached
+        self._wait = wait
+
+    def __bool__(self) -> bool:
+        """Say whether it is reached."""
+        return self._is_reached()
+
+    def done(self) -> bool:
+        """Say whether it is reached."""
+        return self._is_reached()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until it is reached.
+
+        Args:
+            timeout: Seconds; None: as long as it takes.
+
+        Raises:
+            CheckpointError: The save failed before.
+            TimeoutError: It is not.
+        """
+        self._wait(timeout)
+
+
+class SaveHandle:
+    """One save of a `Checkpointer`.
+
+    Attributes:
+        step: Its step.
+        path: Where the checkpoint will be.
+        metric: What `save` was given to choose the best by.
+        is_skipped: Whether nothing was saved, for other saves were under way (`ckpt_when_busy`).
+        blocked_s: Seconds that `save` took.
+        prepared_s: Seconds of these before the first copy: comparing or planning, waiting for memory.
+    """
+
+    def __init__(self, step: int, path: str, metric: float | None = None) -> None:
+        self.step = step
+        self.path = path
+        self.metric = metric
+        self.is_skipped = False
+        self.blocked_s = 0.0
+        self.prepared_s = 0.0
+        self._residence: Residence | None = None
+        self._has_arrived = False
+        self._is_asked = False
+        self._future: Future[str] = Future()
+        self._future.set_running_or_notify_cancel()
+
+    @property
+    def staged(self) -> Milestone:
+        """When everything is copied: nothing that happens to the state after it shows in the checkpoint."""
+        return Milestone(self._is_staged, self._await_staged)
+
+    @property
+    def committed(self) -> Milestone:
+        """When the checkpoint is complete and durable."""
+        return Milestone(self._is_committed, self._await_committed)
+
+    def _is_staged(self) -> bool:
+        residence = self._residence
+        if residence is not None and not self._has_arrived:
+            self._has_arrived = residence.has_arrived()
+        return self._has_arrived or self._future.done()
+
+    def _await_staged(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = threading.Event()
+        while not self._is_staged():
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"step {self.step} is not staged after {timeout:.3f} s")
+            pause.wait(_POLL_S)
+        if self._future.done():
+            self.result(0)
+
+    def _await_committed(self, timeout: float | None) -> None:
+        self.result(timeout)
+
+    def _is_committed(self) -> bool:
+        return self._future.done() and self._future.exception() is None
+
+    def result(self, timeout: float | None = None) -> str:
+        """Wait until the checkpoint is committed.
+
+        Args:
+            timeout: Seconds; None: as long as it takes, which has deadlines of its own.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            CheckpointError: The save failed, or was skipped.
+            TimeoutError: It is still under way.
+        """
+        self._is_asked = True
+        return self._future.result(timeout)
+
+
+class Late:
+    """Tensors of a save that may still be copied, and must not change until then."""
+
+    def __init__(self, planned: PlannedState, view: View, versions: list[int], residence: Residence) -> None:
+        self._tensors = view.locals
+        # Of all tensors of the state: choosing among them takes as long as reading all.
+        self._versions = versions or list(map(version_of, self._tensors))
+        self._planned = planned
+        self._residence = residence
+        self._lock = threading.Lock()
+        self.error: StagingError | None = None
+        self.is_over = False
+
+    def guard(self) -> None:
+        """Check the tensors, and let the caller's streams wait for the copies; they may change after that."""
+        with self._lock:
+            if self.is_over:
+                return
+            self._compare(0, len(self._tensors))
+            if not self._residence.has_arrived():
+                self._residence.order_after()
+            self._end()
+
+    def check(self) -> None:
+        """Before the save is published: check the tensors, if no guard has, a few at a time."""
+        pause = threading.Event()
+        for first in range(0, len(self._versions), _VERSIONS_AT_ONCE):
+            with self._lock:
+                if self.is_over:
+                    break
+                self._compare(first, first + _VERSIONS_AT_ONCE)
+            pause.wait(_POLL_S)
+        with self._lock:
+            self._end()
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, what: str) -> None:
+        """Note that the tensors change before they may."""
+        with self._lock:
+            if not self.is_over:
+                self.error = StagingError(
+                    f"{what} after save() and outside guard(optimizer), while parameters or optimizer states "
+                    f"may still be copied: wrap optimizer.step() in guard(optimizer)"
+                )
+                self._end()
+
+    def end(self) -> None:
+        """Let the tensors go."""
+        with self._lock:
+            self._end()
+
+    def _compare(self, first: int, end: int) -> None:
+        versions = list(map(version_of, self._tensors[first:end]))
+        if versions == self._versions[first:end]:
+            return
+        late = self._planned.late_leaves
+        for leaf, found in enumerate(versions, first):
+            if found != self._versions[leaf] and leaf in late:
+                self.error = StagingError(
+                    f"{self._planned.fqn(late[leaf])!r} was changed after save() and before guard() let it: "
+                    f"wrap whatever changes parameters or optimizer states in guard(optimizer)"
+                )
+                return
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._tensors = []
