@@ -52,6 +52,7 @@ from distckpt.errors import (
 from distckpt.exitstatus import note_failure, watch_exit
 from distckpt.handle import Late, SaveHandle
 from distckpt.image import lay_out_image
+from distckpt.incremental import Increment, Increments, is_possible
 from distckpt.manifest import read_partials, write_manifest
 from distckpt.meeting import Meeting, exchange, hear, tell
 from distckpt.metadata import write_documents
@@ -141,6 +142,14 @@ class Checkpointer:
         self._storage_options = dict(storage_options or {})
         self._archive = Archive(root, self._storage_options, self._config, self._steps_under_way)
         self._storage = self._archive.root
+        self._increments: Increments | None = None
+        if self._config.ckpt_incremental:
+            if not is_possible(self._storage):
+                raise ConfigError(
+                    f"ckpt_incremental: files cannot be shared by checkpoints on the storage of "
+                    f"{self._storage.url!r}; local file systems and s3:// (with botocore or s3fs) can"
+                )
+            self._increments = Increments(self._archive.open)
         self._wrappers: dict[int, PerRank] = {}
         self._rng = PerRank(RngState()) if self._config.load_rng else None
         self._num_turns = self._num_failures = self._num_watches = 0
@@ -681,6 +690,7 @@ class Checkpointer:
             addresses,
             self._config.ckpt_format,
             self._rules(),
+            is_incremental=self._increments is not None,
         )
         return self._planned
 
@@ -770,9 +780,21 @@ class Checkpointer:
         try:
             storage = self._open(handle)
             claimed = self._claim(storage, meeting)
+            written: Written | Increment
             if attempt.residence is None:
                 # Other ranks save all that this one has.
                 written = Written(lay_out_image([], 1, 1), (), [])
+            elif self._increments is not None:
+                plan = planned.increment_plan()
+                written = self._increments.write(
+                    self._engine,
+                    storage,
+                    claimed.save_id,
+                    self._rank,
+                    attempt.residence,
+                    plan,
+                    meeting.progress,
+                )
             else:
                 written = self._engine.write_staged(
                     storage,
@@ -797,6 +819,12 @@ class Checkpointer:
                 return failure
             return claimed.explain(storage, failure)
         self._let_go(attempt)
+        if self._increments is not None:
+            if isinstance(written, Increment):
+                self._increments.commit(handle.step, written)
+                handle.written_bytes = written.written_bytes
+            else:
+                self._increments.forget()
         self._complete(handle, claimed.save_id)
         return None
 
@@ -858,6 +886,9 @@ class Checkpointer:
             if error is failure:
                 raise
             raise error from failure
+        if self._increments is not None:
+            # Nothing was held of which digests could be taken.
+            self._increments.forget()
         return claimed.save_id
 
     def _claim(self, storage: Storage, meeting: Meeting) -> Claim:
@@ -884,7 +915,7 @@ class Checkpointer:
         handle: SaveHandle,
         planned: PlannedState,
         storage: Storage,
-        written: Written,
+        written: Written | Increment,
         claimed: Claim,
         meeting: Meeting,
     ) -> None:

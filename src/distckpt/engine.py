@@ -70,6 +70,8 @@ _FRAME_BYTES = 2048
 """About what surrounds a tensor in a file, alignment included."""
 _SPARE_PARTS = 4
 """What may not fit to the ends of slabs."""
+_CHANGED_SLOTS = 3
+"""For what has changed of a residence, when only that is written; and what describes them."""
 _LARGE_PART_BYTES = 32 << 20
 _PREPARED_BYTES = 128 << 20
 """Less than this is not worth threads that build it."""
@@ -398,6 +400,7 @@ class Engine:
         puts_aside: Whether what the format does not hold is written all the same, in files of torch_dist.
         checksums: Whether to take checksums.
         timeout_s: Seconds without progress after which any wait fails.
+        is_incremental: Whether some of what a residence holds may be written apart, by `write`.
     """
 
     def __init__(
@@ -410,7 +413,9 @@ class Engine:
         puts_aside: bool = True,
         checksums: bool,
         timeout_s: float,
+        is_incremental: bool = False,
     ) -> None:
+        self.is_incremental = is_incremental
         self.format = file_format
         self._puts_aside = puts_aside
         self.arena = arena
@@ -458,6 +463,7 @@ class Engine:
             puts_aside=config.puts_objects_aside,
             checksums=config.ckpt_checksum != "none",
             timeout_s=timeout_s,
+            is_incremental=config.ckpt_incremental,
         )
 
     def item(self, data: Any) -> Item:
@@ -612,7 +618,9 @@ class Engine:
         """Return the bytes of a residence of `image`, with what its slabs may not hold of it."""
         largest = max((part.nbytes for part in image.parts), default=0)
         parts_bytes = sum(align(part.nbytes, PAGE_BYTES) for part in image.parts)
-        return parts_bytes + self._spare_bytes(max(largest, self.part_bytes))
+        # What has changed of it passes through slots of its own.
+        slots_bytes = _CHANGED_SLOTS * max(largest, self.part_bytes) if self.is_incremental else 0
+        return parts_bytes + slots_bytes + self._spare_bytes(max(largest, self.part_bytes))
 
     def _spare_bytes(self, part_bytes: int) -> int:
         """Return what may be left over at the ends of slabs."""

@@ -61,6 +61,7 @@ class SaveHandle:
         is_skipped: Whether nothing was saved, for other saves were under way (`ckpt_when_busy`).
         blocked_s: Seconds that `save` took.
         prepared_s: Seconds of these before the first copy: comparing or planning, waiting for memory.
+        written_bytes: With `ckpt_incremental`, bytes of the files that this rank has written, once committed.
     """
 
     def __init__(self, step: int, path: str, metric: float | None = None) -> None:
@@ -70,6 +71,7 @@ class SaveHandle:
         self.is_skipped = False
         self.blocked_s = 0.0
         self.prepared_s = 0.0
+        self.written_bytes: int | None = None
         self._residence: Residence | None = None
         self._has_arrived = False
         self._is_asked = False

@@ -249,6 +249,7 @@ def read_manifest(storage: Storage, name: str, sha256: str) -> dict[str, Any]:
 
 
 HEADER = -1
+UNUSED = -2
 
 
 class Extent(NamedTuple):
@@ -257,7 +258,8 @@ class Extent(NamedTuple):
     Attributes:
         offset: Bytes from the start of the file.
         nbytes: Its bytes.
-        number: Its place in the columns of the manifest; `HEADER` for the bytes before the items.
+        number: Its place in the columns of the manifest; `HEADER` for the bytes before the items,
+            `UNUSED` for what was an item of another checkpoint that has the file.
         checksums: CRC32C of its blocks; empty without checksums.
     """
 
@@ -294,6 +296,10 @@ def _extents(storage: Storage, manifest: dict[str, Any]) -> Iterator[tuple[str, 
         if file < 0 or size < 0:
             raise ValueError(f"item {number} lies in file {file} with {size} bytes")
         spans[file].append((offset, size, number))
+    for file, offset, size in manifest.get("unused", ()):
+        if file < 0 or size < 0:
+            raise ValueError(f"what is not used lies in file {file} with {size} bytes")
+        spans[file].append((offset, size, UNUSED))
     headers = manifest.get("headers") or [0] * len(files)
     for own, size in zip(spans, headers, strict=True):
         if size:

@@ -185,6 +185,8 @@ class Manifest:
         headers: For each file the bytes before its first item, which have checksums of their own; empty if
             no file has any.
         arrays: What the tensors are, for formats that have a grid (see `formats.Arrays`).
+        unused: File, offset and bytes of what was an item of an earlier checkpoint with the same file, and
+            is none of this one; its checksums are among the others.
     """
 
     save_id: str
@@ -197,6 +199,7 @@ class Manifest:
     shares: Mapping[str, Any] = field(default_factory=dict)
     headers: Sequence[int] = ()
     arrays: Mapping[str, Any] = field(default_factory=dict)
+    unused: Sequence[tuple[int, int, int]] = ()
 
     def to_json(self) -> bytes:
         """Return the manifest as it stands on storage; `items` is not encoded a second time."""
@@ -212,6 +215,7 @@ class Manifest:
             "checksums": [base64.b64encode(packed).decode("ascii") for packed in self.checksums],
             **({"headers": self.headers} if self.headers else {}),
             **({"arrays": self.arrays} if self.arrays else {}),
+            **({"unused": self.unused} if self.unused else {}),
         })  # fmt: skip
         return b"".join((head[:-1], _ITEMS, self.items.json, b"}"))
 

@@ -30,6 +30,8 @@ from distckpt.engine import Engine, Residence, Written, collector_paused
 from distckpt.errors import CommitError, StagingError
 from distckpt.formats import Frame
 from distckpt.image import lay_out_image
+from distckpt.incremental import Increment
+from distckpt.incremental import Plan as IncrementPlan
 from distckpt.items import arrays_of, cut, resolve_items
 from distckpt.manifest import ItemTable, Manifest, plan_digest
 from distckpt.metadata import DCP_VERSION, merge_arrays, pickle_metadata
@@ -61,6 +63,7 @@ class PlannedState:
         late_addresses: Where the tensors lie that a guard protects.
         file_format: For the manifest.
         rules: By what this rank works out what of it it writes.
+        is_incremental: Whether what is written of it is not the same in every save.
     """
 
     def __init__(
@@ -72,7 +75,10 @@ class PlannedState:
         late_addresses: set[int],
         file_format: str,
         rules: Rules,
+        *,
+        is_incremental: bool = False,
     ) -> None:
+        self._is_incremental = is_incremental
         self.is_reusable = view.is_simple and all(map(is_raw, view.locals))
         self.signature = Signature(view) if self.is_reusable else None
         self._engine = engine
@@ -118,6 +124,7 @@ class PlannedState:
         ]
         self._image: Image | None = None
         self._table: ItemTable | None = None
+        self._increment_plan: IncrementPlan | None = None
         self._template: tuple[object, bytes, str, str] | None = None
         self._digest = ""
         self._residences: list[Residence] = []
@@ -259,7 +266,7 @@ class PlannedState:
     @property
     def needs_manifests(self) -> bool:
         """Whether the metadata is made of what ranks have written: torch has not planned all of it."""
-        return len(self.rules.ranks) > 1 or self._engine.format.has_grid
+        return len(self.rules.ranks) > 1 or self._engine.format.has_grid or self._is_incremental
 
     @property
     def is_in_use(self) -> bool:
@@ -336,12 +343,33 @@ class PlannedState:
         assert written is not None
         return written
 
-    def manifest(self, save_id: str, written: Written) -> Manifest:
+    def increment_plan(self) -> IncrementPlan:
+        """Return what a save that writes only what has changed is to say of the items."""
+        if self._increment_plan is None:
+            assert self._table is not None, "what was staged is described"
+            offsets = (None if at is None else tuple(at) for at in self._table.chunks)
+            keys = list(zip(self._table.fqns, offsets, strict=True))
+            self._increment_plan = IncrementPlan(keys, self._table.entries)
+        return self._increment_plan
+
+    def manifest(self, save_id: str, written: Written | Increment) -> Manifest:
         """Return the manifest of one save.
 
         Raises:
             CommitError: `written` is laid out otherwise than what the metadata describes.
         """
+        if isinstance(written, Increment):
+            return Manifest(
+                save_id=save_id,
+                rank=self.rules.rank,
+                format=self._format,
+                plan=self._digest,
+                files=written.files,
+                checksums=written.checksums,
+                items=written.table,
+                shares=self.shares._asdict(),
+                unused=written.unused,
+            )
         if self._image is None:
             self._describe(written.image)
         assert self._table is not None

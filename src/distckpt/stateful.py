@@ -193,8 +193,16 @@ class Gathered:
     def _make_room(self, optimizer: Optimizer, fqn: str) -> None:
         """Give an optimizer that has not stepped yet the tensors that its state is loaded to."""
         assert self._sizes is not None
-        if not optimizer.state and any(name.startswith(f"{fqn}.state.") for name in self._sizes()):
-            _init_optim_state(optimizer)
+        if optimizer.state or not any(name.startswith(f"{fqn}.state.") for name in self._sizes()):
+            return
+        # torch takes gradients for a sign that the optimizer is in use.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        _init_optim_state(optimizer)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     def hand_back(self, *, weights_only: bool) -> None:
         """Hand what was loaded into `values` to the containers and objects of the state.

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distckpt.errors import CheckpointError, IntegrityError, WriteError
-from distckpt.integrity import HEADER, Record, extents, find_record, read_manifest, read_record
+from distckpt.integrity import HEADER, UNUSED, Record, extents, find_record, read_manifest, read_record
 from distckpt.manifest import (
     FOLDER,
     IMAGE_NAME,
@@ -153,6 +153,8 @@ class _File:
         return all(item.checksums for item in self.items if item.nbytes)
 
     def fqn(self, item: Extent) -> str:
+        if item.number == UNUSED:
+            return "what an earlier checkpoint has there"
         return "the header" if item.number == HEADER else str(self.fqns[item.number])
 
     def overlapping(self, start: int, end: int) -> Iterator[Extent]:
@@ -304,7 +306,7 @@ def _verify_once(
         findings += _extras(listing, commit, files)
     report.findings = _merged(findings)
     report.num_files = len(files) + len(commit.manifests) + 2 * len(commit.records)
-    report.num_items = sum(item.number != HEADER for file in files for item in file.items)
+    report.num_items = sum(item.number >= 0 for file in files for item in file.items)
     report.nbytes = commit.nbytes + comparison.done
     report.has_checksums = all(file.has_checksums for file in files)
     return report, commit

@@ -29,7 +29,7 @@ LAYERS = [
     ["integrity", "meeting", "preemption"],
     ["commit", "verification", "staging", "lanes", "retention"],
     ["engine", "mirror"],
-    ["metadata", "signature", "planner", "archive"],
+    ["metadata", "signature", "planner", "archive", "incremental"],
     ["ownership"],
     ["assembly", "items"],
     ["writer", "reader", "parallel_load", "participants", "planned", "sources"],

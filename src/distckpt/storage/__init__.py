@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 __all__ = [
     "SHARED_NAME",
     "ImageFile",
+    "Linking",
     "Receipt",
     "Storage",
     "StorageSpec",
+    "can_link",
     "check_name",
     "open_storage",
     "register_storage",
@@ -185,6 +187,30 @@ class Storage(Protocol):
 
     def remove_directory(self) -> bool:
         """Remove the checkpoint's directory if it is empty; returns whether it is gone."""
+
+
+@runtime_checkable
+class Linking(Protocol):
+    """A storage that can have one file in two checkpoints; see `can_link`."""
+
+    def link(self, name: str, source: Storage, nbytes: int) -> None:
+        """Have the bytes of a file in another checkpoint as a file here, without moving them through here.
+
+        It is durable as an image that was completed.
+
+        Args:
+            name: In both; a file that is here already is that one.
+            source: The other checkpoint, of a storage of the same kind.
+            nbytes: What the file must hold.
+
+        Raises:
+            WriteError: There is no such file, it holds something else, or the storage cannot do it.
+        """
+
+
+def can_link(storage: Storage) -> bool:
+    """Say whether `storage` is `Linking`, as far as that can be told without asking it."""
+    return storage.spec.get("kind") in ("posix", "s3") and isinstance(storage, Linking)
 
 
 def check_name(url: str, name: str) -> None:

@@ -92,6 +92,10 @@ class Bounded:
         """See `Storage.complete_image`."""
         self._call("complete", name, self._storage.complete_image, name, token, nbytes, receipts)
 
+    def link(self, name: str, source: Storage, nbytes: int) -> None:
+        """See `Linking.link`."""
+        self._call("link", name, self._storage.link, name, source, nbytes)  # type: ignore[attr-defined]
+
     def discard_image(self, name: str, token: str) -> None:
         """See `Storage.discard_image`."""
         self._call("discard", name, self._storage.discard_image, name, token)

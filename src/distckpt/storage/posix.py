@@ -32,7 +32,7 @@ from distckpt.threads import Threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from distckpt.storage import Receipt, StorageSpec
+    from distckpt.storage import Receipt, Storage, StorageSpec
 
 _T = TypeVar("_T")
 _MAX_BUFFERS = 1024
@@ -392,6 +392,22 @@ class PosixStorage:
                     self._note_changed(os.path.dirname(path))
             except OSError as error:
                 _fail(error, path, "cannot name")
+
+    def link(self, name: str, source: Storage, nbytes: int) -> None:
+        """See `Linking.link`: a hard link.
+
+        Raises:
+            WriteError: There is no such file, or the file system has no links between the two.
+        """
+        path, other = self._path(name), os.path.join(source.url, name)
+        try:
+            if os.lstat(other).st_size != nbytes:
+                _fail(OSError(errno.EIO, "of another size"), other, "cannot link")
+            if not os.path.lexists(path) or not os.path.samefile(other, path):
+                os.link(other, path, follow_symlinks=False)
+            self._note_changed(os.path.dirname(path))
+        except OSError as error:
+            _fail(error, path, "cannot link")
 
     def discard_image(self, name: str, token: str) -> None:
         """See `Storage.discard_image`.

@@ -54,6 +54,8 @@ _PART_STEP_BYTES = 4 * _MIB
 _LEAST_PART_BYTES = 5 * _MIB
 _MOST_PARTS = 10_000
 """Source: Amazon S3 multipart upload limits, docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html."""
+_MOST_COPIED_BYTES = 1 << 30
+"""By one request; Amazon allows 5 GiB, and copies parts side by side no slower."""
 _SEND_BYTES = _MIB
 """What one call hands to the socket: it is what must get on within the socket's timeout."""
 _READ_BYTES = _MIB
@@ -588,6 +590,54 @@ class S3Storage:
             raise WriteError(f"{path} is not there after writing it [ENOENT]", errno=errno.ENOENT, path=path)
         if size != nbytes:
             raise WriteError(f"{path} holds {size} bytes after writing {nbytes}", path=path, offset=size)
+
+    def link(self, name: str, source: Storage, nbytes: int) -> None:
+        """See `Linking.link`: the server copies the object.
+
+        Raises:
+            WriteError: There is no such object, the server refuses, or has another number of bytes.
+        """
+        bucket, prefix = _split_url(source.url)
+        base = f"{prefix}/" if prefix else ""
+        copied = {"Bucket": bucket, "Key": base + name}
+        try:
+            if nbytes <= _MOST_COPIED_BYTES:
+                self._call("copy_object", Key=self._key(name), CopySource=copied)
+            else:
+                self._copy_parts(name, copied, nbytes)
+        except _errors() as error:
+            self._fail(error, "cannot copy", name)
+        found = self._size_of(name)
+        if found != nbytes:
+            path = self._path(name)
+            raise WriteError(f"{path} holds {found} bytes after copying {nbytes}", path=path)
+
+    def _copy_parts(self, name: str, copied: Mapping[str, str], nbytes: int) -> None:
+        answer = self._call("create_multipart_upload", Key=self._key(name))
+        upload_id = answer["UploadId"]
+        try:
+            parts = []
+            for number, first in enumerate(range(0, nbytes, _MOST_COPIED_BYTES), 1):
+                last = min(first + _MOST_COPIED_BYTES, nbytes) - 1
+                answer = self._call(
+                    "upload_part_copy",
+                    Key=self._key(name),
+                    CopySource=copied,
+                    CopySourceRange=f"bytes={first}-{last}",
+                    UploadId=upload_id,
+                    PartNumber=number,
+                )
+                parts.append({"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]})
+            self._call(
+                "complete_multipart_upload",
+                Key=self._key(name),
+                UploadId=upload_id,
+                MultipartUpload={"Parts": parts},
+            )
+        except BaseException:
+            with contextlib.suppress(WriteError):
+                self._abort(name, upload_id)
+            raise
 
     def discard_image(self, name: str, token: str) -> None:
         """See `Storage.discard_image`."""
