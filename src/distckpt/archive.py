@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distckpt.commit import details_of, reclaim, remove_checkpoint
 from distckpt.errors import CheckpointError
 from distckpt.manifest import METADATA
+from distckpt.mirror import mirror
 from distckpt.retention import LATEST, Saved, kept_steps
 from distckpt.storage import open_storage
 
@@ -319,9 +320,7 @@ class Archive:
 
     def _upload(self, step: int) -> None:
         try:
-            from distckpt.mirror import mirror
-
-            mirror(self.open(step, 0), self.open(step, 1), stop=self._stop)
+            mirror(self.open(step, 0), self.open(step, 1), stop=self._stop, timeout_s=self._timeout_s)
             if self._stop.is_set():
                 return
         finally:

@@ -1,0 +1,130 @@
+"""Two tiers: checkpoints are committed in a local directory, and uploaded in the background."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distckpt import Checkpointer, CheckpointError, ConfigError
+from distckpt.storage import open_storage
+from distckpt.verification import verify
+from integration.checkpoints import assert_same, read_with_torch
+from integration.ranks.world import Ranks
+from integration.test_checkpointer_ranks import Outcome, outcome_of, step_path
+from servers import S3Server
+
+pytestmark = pytest.mark.slow
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"t": torch.full((300_000,), float(step)), "step": step}
+
+
+def local_steps(local: Path) -> list[str]:
+    return sorted(path.name for path in local.glob("*/step-*"))
+
+
+def test_a_commit_is_local_and_the_root_follows(tmp_path: Path) -> None:
+    local, root = tmp_path / "local", tmp_path / "root"
+    with Checkpointer(
+        root, ckpt_local_dir=str(local), keep_last=2, ckpt_local_keep=1, async_save=True
+    ) as checkpointer:
+        for step in range(4):
+            handle = checkpointer.save(step, state_of(step))
+            assert handle.result().startswith(str(local))
+            assert checkpointer.latest() == step
+    assert len(local_steps(local)) == 1
+    assert step_path(root, 3).is_dir()
+    assert (root / "latest").read_text() == "step-00000003\n"
+    steps = sorted(path.name for path in root.glob("step-*"))
+    assert 1 <= len(steps) <= 2
+    for name in steps:
+        assert verify(open_storage(root / name)).status == "complete"
+        assert_same(read_with_torch(root / name), state_of(int(name[-1])))
+
+
+def test_restore_takes_the_nearest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    local, root = tmp_path / "local", tmp_path / "root"
+    with Checkpointer(root, ckpt_local_dir=str(local)) as checkpointer:
+        for step in range(2):
+            checkpointer.save(step, state_of(step))
+    [here] = local.glob("*")
+    # Another value there: what is restored says from where.
+    shutil.rmtree(step_path(root, 1))
+    with Checkpointer(root) as other:
+        other.save(1, state_of(7))
+    found = state_of(9)
+    with Checkpointer(root, ckpt_local_dir=str(local)) as checkpointer:
+        assert checkpointer.restore(found) == 1
+        assert_same(found, state_of(1))
+        [image] = step_path(here, 1).glob("*.distcp*")
+        damaged = bytearray(image.read_bytes())
+        damaged[600_000:600_064] = bytes(64)
+        image.write_bytes(damaged)
+        with caplog.at_level(logging.WARNING):
+            assert checkpointer.restore(found) == 1
+        assert "is damaged, and the next older" in caplog.text
+        assert_same(found, state_of(7))
+        shutil.rmtree(local)
+        assert checkpointer.steps() == [0, 1]
+        assert checkpointer.restore(found, 0) == 0
+        assert_same(found, state_of(0))
+
+
+def test_what_a_process_could_not_upload_the_next_does(tmp_path: Path) -> None:
+    local, root = tmp_path / "local", tmp_path / "root"
+    root.mkdir()
+    step_path(root, 5).touch()
+    checkpointer = Checkpointer(root, ckpt_local_dir=str(local))
+    checkpointer.save(5, state_of(5))
+    with pytest.raises(CheckpointError, match="step-00000005"):
+        checkpointer.close()
+    step_path(root, 5).unlink()
+    with Checkpointer(root, ckpt_local_dir=str(local)):
+        pass
+    assert_same(read_with_torch(step_path(root, 5)), state_of(5))
+
+
+@pytest.mark.s3
+def test_s3(s3_url: str, s3_server: S3Server, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    settings: dict[str, Any] = {
+        "ckpt_local_dir": str(local), "keep_last": 2, "async_save": True,
+        "storage_options": s3_server.options,
+    }  # fmt: skip
+    with Checkpointer(s3_url, **settings) as checkpointer:
+        for step in range(6):
+            checkpointer.save(step, state_of(step)).result()
+        assert checkpointer.steps()[-1] == 5
+    shutil.rmtree(local)
+    found = state_of(9)
+    with Checkpointer(s3_url, **settings) as checkpointer:
+        assert checkpointer.restore(found) == 5
+    assert_same(found, state_of(5))
+    assert s3_server.unfinished_uploads(s3_url) == []
+    assert len([key for key in s3_server.keys(s3_url) if key.endswith("/.metadata")]) <= 2
+
+
+def save_in_tiers(root: str, local: str) -> list[Outcome]:
+    """Rank function."""
+    with Checkpointer(root, ckpt_local_dir=local, async_save=True) as checkpointer:
+        return [outcome_of(checkpointer, step, state_of(step)) for step in range(3)]
+
+
+def test_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    local, root = tmp_path / "local", tmp_path / "root"
+    found = ranks.run(3, save_in_tiers, root=str(root), local=str(local))
+    assert found == [[["", ""]] * 3] * 3
+    assert_same(read_with_torch(step_path(root, 2)), state_of(2))
+
+
+def test_settings_that_do_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ckpt_local_keep: has no effect without ckpt_local_dir"):
+        Checkpointer(tmp_path, ckpt_local_keep=5)
+    with pytest.raises(ConfigError, match="ckpt_local_dir: expected a directory of this machine"):
+        Checkpointer(tmp_path, ckpt_local_dir="s3://bucket/x")
