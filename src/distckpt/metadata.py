@@ -51,7 +51,12 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _FREE_GLOBALS = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+    # Megatron-Core keeps the plans of all ranks there.
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
     ("collections", "OrderedDict"),
     ("_codecs", "encode"),
     *(("builtins", name) for name in ("set", "frozenset", "complex", "bytearray", "slice", "range")),

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup, Work
+    from torch.distributed.checkpoint.storage import StorageReader
     from torch.distributed.device_mesh import DeviceMesh
 
-    from distckpt.reader import StorageReader
     from distckpt.stateful import Gathered
 
     Agree = Callable[[str], bool]
@@ -72,6 +72,7 @@ def load(
     group: ProcessGroup | None,
     agree: Agree,
     gather: Callable[[dict[str, Any]], Gathered],
+    weights_only: bool,
 ) -> None:
     """Load a checkpoint into `state`, as `torch.distributed.checkpoint.load` does.
 
@@ -88,6 +89,7 @@ def load(
         agree: Says whether all ranks of `group` have passed the same text, without a collective and within a
             deadline; called twice on each of them, also when it fails. It is not called without a group.
         gather: Makes plain containers of `state`.
+        weights_only: As for `torch.load`, of what each rank has for itself.
 
     Raises:
         CheckpointError: Another rank failed, or the exchange did.
@@ -110,7 +112,7 @@ def load(
     if exchange is not None:
         exchange.complete()
     gathered.values.update(values)
-    gathered.hand_back(weights_only=reader.weights_only)
+    gathered.hand_back(weights_only=weights_only)
 
 
 @dataclass(frozen=True)

@@ -179,11 +179,6 @@ class StorageReader(TorchStorageReader):
             self._path = checkpoint_id
         self._forget()
 
-    @property
-    def weights_only(self) -> bool:
-        """Whether Python objects are loaded only if that runs no code."""
-        return self._config.ckpt_weights_only
-
     def tensor_bytes(self) -> dict[str, int]:
         """Return the names of all that the checkpoint holds, with the bytes of tensors, and 0 of objects.
 

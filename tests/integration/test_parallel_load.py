@@ -69,7 +69,9 @@ COLLECTIVES = (
 
 def load_into(state: dict[str, Any], reader: StorageReader, **settings: Any) -> None:
     """Load into a state that has nothing of a single rank."""
-    parallel_load.load(state, reader, gather=lambda loaded: Gathered(loaded, 0, {}), **settings)
+    parallel_load.load(
+        state, reader, gather=lambda loaded: Gathered(loaded, 0, {}), weights_only=True, **settings
+    )
 
 
 def fill(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int | None) -> torch.Tensor:
