@@ -35,7 +35,7 @@ import time
 import uuid
 from bisect import bisect_right
 from concurrent.futures import FIRST_EXCEPTION, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -442,16 +442,15 @@ class _Copy:
             for group in self._original.groups(frozenset(self._done)):
                 self._send_all(group)
                 if self._stop.is_set():
-                    break
+                    self._leave()
+                    return
+            self._publish()
         except BaseException:
             # What failed is said by its own error.
             with contextlib.suppress(CheckpointError):
                 self._leave()
             raise
-        if self._stop.is_set():
-            self._leave()
-            return
-        self._publish()
+        self._sweep()
 
     # What is there already.
 
@@ -544,18 +543,17 @@ class _Copy:
             CheckpointError: See `mirror`.
         """
         target, claimed = self._target, self.claimed
-        stuck = []
         for upload in claimed.unfinished:
             try:
                 target.abort(upload)
-            except WriteError:
-                stuck.append(upload)
+            except WriteError as error:
+                _LOG.warning("an unfinished upload to %s stays: %s", target.url, error)
         found = tuple(name for name in claimed.found if name != PROGRESS)
         marker = None
         if exclusive is not None and len(self._done) < len(self._original.files):
             marker = exclusive.marker.format(save_id=claimed.save_id) or None
             found = self._clear_names(exclusive, marker, found)
-        self._claimed = _CopyClaim(claimed.save_id, None, found, tuple(stuck), marker, token=claimed.token)
+        self._claimed = replace(claimed, found=found, unfinished=(), marker=marker)
         for name, names in self._original.names.items():
             claimed.check(target)
             write_names(target, name, names)
@@ -578,6 +576,8 @@ class _Copy:
         for name in self._done:
             keep.update(_folders_of(name))
         left = [name for name in found if name not in keep and not name.startswith(FOLDER)]
+        # What leads readers to the others, first: where a chunk is missing, they find zeros.
+        left.sort(key=lambda name: (not name.endswith(".json"), name.count("/") if name[-1:] != "/" else 0))
         for name in left:
             claimed.check(target)
             try:
@@ -701,11 +701,15 @@ class _Copy:
             if begun.token is None:
                 with self._target_lock:
                     begun.token = self._create(name, nbytes)
-        with self._target_lock if self._is_shared else contextlib.nullcontext():
+        with self._alone():
             image = target.open_image(name, begun.token)
         with self._lock:
             self._images.add(image)
         return image
+
+    def _alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what keeps others from the target, where it is that of `mirror`."""
+        return self._target_lock if self._is_shared else contextlib.nullcontext()
 
     def _create(self, name: str, nbytes: int) -> str:
         if SHARED_NAME.fullmatch(name) or name in self._there:
@@ -741,7 +745,8 @@ class _Copy:
                 )  # fmt: skip
             with memoryview(data) as view:
                 _compare(source.url, file, view, first)
-                image.write(first, [view])
+                with self._alone():
+                    image.write(first, [view])
             with self._lock:
                 self._last_s = time.monotonic()
                 self.num_sent_bytes += last - first
@@ -749,7 +754,8 @@ class _Copy:
 
     def _finish(self, begun: _Begun, image: ImageFile) -> None:
         """Have a stream's part of a file be durable; the last stream completes it."""
-        receipts = image.finish()
+        with self._alone():
+            receipts = image.finish()
         with self._lock:
             begun.receipts += receipts
             begun.num_writers -= 1
@@ -779,17 +785,16 @@ class _Copy:
         Raises:
             CheckpointError: That cannot be done, and is not needed.
         """
-        if not self.claimed.is_owner(self._target):
-            # Names may be those of whoever has claimed it since.
-            return
         for begun in self._begun:
             if begun.token is not None and not begun.is_complete:
-                with contextlib.suppress(CheckpointError):
+                # Names may be those of whoever has claimed it since.
+                self.claimed.check(self._target)
+                with contextlib.suppress(WriteError):
                     self._target.discard_image(begun.file.name, begun.token)
         self._note()
 
     def _publish(self) -> None:
-        """Make the copy visible, and remove what it has replaced.
+        """Make the copy visible.
 
         Raises:
             CommitError: Another save or copy has claimed the target.
@@ -803,18 +808,34 @@ class _Copy:
                 raise IntegrityError(f"{source.url}/{ref.name} is not what was committed", file=ref.name)
             self.claimed.check(target)
             target.put(ref.name, bytes(data))
+        # What was found is not removed by `publish`: names may be those of a checkpoint that was copied once,
+        # and is again by whoever has claimed the target since.
+        claimed = replace(self.claimed, found=(), unfinished=())
         publish(
-            target,
-            original.metadata.removesuffix(TRAILER),
-            self.claimed,
-            original.manifests,
-            original.details,
+            target, original.metadata.removesuffix(TRAILER), claimed, original.manifests, original.details
         )
-        try:
-            if self.claimed.is_owner(target):
-                target.delete(PROGRESS)
-        except CheckpointError as error:
-            _LOG.warning("%s is complete; %s stays there: %s", target.url, PROGRESS, error)
+
+    def _sweep(self) -> None:
+        """Remove what the copy has replaced, and what it needed; what fails costs space and is said."""
+        target, original = self._target, self._original
+        names = [*original.files, *original.names, *(ref.name for ref in original.manifests)]
+        keep = {METADATA, OWNER, record_name(original.metadata), *names}
+        for name in names:
+            keep.update(_folders_of(name))
+        refused: CheckpointError | None = None
+        for name in (*(name for name in self.claimed.found if name not in keep), PROGRESS):
+            try:
+                self.claimed.check(target)
+                target.delete(name)
+            except WriteError as error:
+                # A folder in which somebody has left something since.
+                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                    refused = refused or error
+            except CheckpointError as error:
+                refused = error
+                break
+        if refused is not None:
+            _LOG.warning("%s is committed; not all that was there before is removed: %s", target.url, refused)
 
 
 def _compare(url: str, file: _File, data: memoryview, start: int) -> None:

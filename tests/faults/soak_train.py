@@ -12,6 +12,7 @@ is compared with bounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -242,11 +243,11 @@ class Soak:
 
     def _measure(self) -> None:
         local = 0
-        for path in self._local.rglob("*"):
-            try:
-                local += path.stat().st_size if path.is_file() else 0
-            except OSError:
-                continue
+        # It is removed while it is walked.
+        for folder, _, names in os.walk(self._local):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    local += (Path(folder) / name).stat().st_size
         self.most_local = max(self.most_local, local)
         keys = self._server.keys(self._url)
         steps = {key.split("/")[0] for key in keys}
