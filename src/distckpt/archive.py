@@ -194,7 +194,7 @@ class Archive:
         elif self._config.has_retention:
             if self._cleaner is None:
                 self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="distckpt-retention")
-            self._cleaner.submit(self._retain, 0)
+            _submit(self._cleaner, self._retain, 0)
 
     def upload(self) -> None:
         """Begin to upload what the root lacks, also what a process before this one has left."""
@@ -202,7 +202,7 @@ class Archive:
             return
         if self._uploader is None:
             self._uploader = ThreadPoolExecutor(1, thread_name_prefix="distckpt-upload")
-        self._uploader.submit(self._upload_all)
+        _submit(self._uploader, self._upload_all)
 
     def close(self) -> None:
         """Wait until all is uploaded and removed that is to be; idempotent.
@@ -349,6 +349,14 @@ class Archive:
                     self._urls[0],
                 )
             self._remove(step, 0)
+
+
+def _submit(pool: ThreadPoolExecutor, function: Callable[..., None], *args: Any) -> None:
+    """Have `function` called on a thread of `pool`, or here if the interpreter ends: there are no more then."""
+    try:
+        pool.submit(function, *args)
+    except RuntimeError:
+        function(*args)
 
 
 def _number(value: object) -> float | None:

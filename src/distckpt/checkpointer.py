@@ -289,11 +289,19 @@ class Checkpointer:
             ConfigError: It has an entry of the name that the generators have.
         """
         if self._rng is not None and state.get(_RNG) is not self._rng:
-            if _RNG in state:
-                raise ConfigError(f"the state has an entry {_RNG!r}, which is where load_rng keeps its own")
+            self._check_names(state)
             state = {**state, _RNG: self._rng}
         sizes = None if reader is None else reader.tensor_bytes
         return Gathered(state, self._rank, self._wrappers, sizes)
+
+    def _check_names(self, state: Mapping[str, Any]) -> None:
+        """Refuse an entry of the name that the generators have.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        if _RNG in state:
+            raise ConfigError(f"the state has an entry {_RNG!r}, which is where load_rng keeps its own")
 
     def _steps_under_way(self) -> set[int]:
         return {handle.step for handle in self._handles if not handle._future.done()}  # noqa: SLF001
@@ -436,6 +444,17 @@ class Checkpointer:
             CheckpointError: There is no such step, or it cannot be read.
         """
         self._let_change()
+        if self._rng is None:
+            return self._restore(state, step)
+        self._check_names(state)
+        # Last: what is restored before it may draw.
+        state[_RNG] = self._rng
+        try:
+            return self._restore(state, step)
+        finally:
+            del state[_RNG]
+
+    def _restore(self, state: dict[str, Any], step: int | str | None) -> int | None:
         damaged: list[Copy] = []
         first_error: CheckpointError | None = None
         while True:

@@ -205,6 +205,12 @@ class _Original:
                 lists[folder + slash + base.replace("rank-", "names-", 1)] = listed
         return lists
 
+    @property
+    def exclusive(self) -> Exclusive | None:
+        """What the format asks of a directory, if it does."""
+        # Nobody finds files of torch_dist by names, and so torch need not be imported for it.
+        return None if self.format == "torch_dist" else exclusive_of(open_format(self.format))
+
     def groups(self, done: Collection[str]) -> Iterator[list[_File]]:
         """Yield what is to be sent, in groups each of which is complete before the next one begins.
 
@@ -348,7 +354,9 @@ def _claim(target: Storage, save_id: str) -> _CopyClaim:
     plain.check(target)
     fields = {key: value for key, value in _owner(target).items() if key not in {"version", "sha256"}}
     token = uuid.uuid4().hex
-    target.put(OWNER, seal({**fields, "save_id": save_id, "token": token}))
+    owner = seal({**fields, "save_id": save_id, "token": token})
+    # What a save that has claimed it since has left is not among what was found.
+    target.put(OWNER, owner, last_check=lambda: plain.check(target))
     # Whoever saw its own claim a moment ago puts these now, or never.
     target.revoke(METADATA)
     target.revoke(PROGRESS)
@@ -435,7 +443,7 @@ class _Copy:
         Raises:
             CheckpointError: See `mirror`.
         """
-        exclusive = exclusive_of(open_format(self._original.format))
+        exclusive = self._original.exclusive
         self._take_over(exclusive)
         self._clear(exclusive)
         try:
@@ -568,16 +576,21 @@ class _Copy:
             WriteError: The storage refuses.
         """
         target, claimed = self._target, self.claimed
-        claimed.check(target)
-        if marker is not None:
-            target.put(marker, b"unfinished")
-        target.delete(METADATA)
         keep = {marker, PROGRESS, *self._done}
         for name in self._done:
             keep.update(_folders_of(name))
+        what = "which stays, and is not known to be of an earlier save"
+        # Before a checkpoint is removed for what cannot take its place.
+        exclusive.refuse(target, self._foreign(exclusive, {*keep, *found}), what)
+        has_metadata = target.read(METADATA, nbytes=0) is not None
+        claimed.check(target)
+        if marker is not None:
+            target.put(marker, b"unfinished", last_check=lambda: claimed.check(target))
+        if has_metadata:
+            target.delete(METADATA)
         left = [name for name in found if name not in keep and not name.startswith(FOLDER)]
         # What leads readers to the others, first: where a chunk is missing, they find zeros.
-        left.sort(key=lambda name: (not name.endswith(".json"), name.count("/") if name[-1:] != "/" else 0))
+        left.sort(key=lambda name: 2 if name.endswith("/") else not name.endswith(".json"))
         for name in left:
             claimed.check(target)
             try:
@@ -587,12 +600,17 @@ class _Copy:
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
             self._there.pop(name, None)
-        foreign = [name for name in target.list() if exclusive.pattern.fullmatch(name) and name not in keep]
+        foreign = self._foreign(exclusive, keep)
         if foreign and marker is not None:
             # Whatever these files are, they can be read.
             target.delete(marker)
-        exclusive.refuse(target, foreign, "which stays, and is not known to be of an earlier save")
+        exclusive.refuse(target, foreign, what)
         return tuple(name for name in found if name.startswith(FOLDER))
+
+    def _foreign(self, exclusive: Exclusive, known: Collection[str | None]) -> list[str]:
+        """Return what readers of the format would find, and is not among `known`."""
+        listed = self._target.list()
+        return [name for name in listed if exclusive.pattern.fullmatch(name) and name not in known]
 
     # Files.
 
@@ -822,20 +840,33 @@ class _Copy:
         keep = {METADATA, OWNER, record_name(original.metadata), *names}
         for name in names:
             keep.update(_folders_of(name))
+        try:
+            refused = self._remove([name for name in self.claimed.found if name not in keep])
+            if refused is None:
+                # Not before all else is: who finds it there goes on removing.
+                refused = self._remove([PROGRESS])
+        except CheckpointError as error:
+            refused = error
+        if refused is not None:
+            _LOG.warning("%s is committed; not all that was there before is removed: %s", target.url, refused)
+
+    def _remove(self, names: Sequence[str]) -> CheckpointError | None:
+        """Remove files, as long as nobody has claimed the target; returns the first refusal.
+
+        Raises:
+            CommitError: Somebody has.
+            WriteError: The storage does not say.
+        """
         refused: CheckpointError | None = None
-        for name in (*(name for name in self.claimed.found if name not in keep), PROGRESS):
+        for name in names:
+            self.claimed.check(self._target)
             try:
-                self.claimed.check(target)
-                target.delete(name)
+                self._target.delete(name)
             except WriteError as error:
                 # A folder in which somebody has left something since.
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     refused = refused or error
-            except CheckpointError as error:
-                refused = error
-                break
-        if refused is not None:
-            _LOG.warning("%s is committed; not all that was there before is removed: %s", target.url, refused)
+        return refused
 
 
 def _compare(url: str, file: _File, data: memoryview, start: int) -> None:

@@ -1,7 +1,8 @@
 """Which checkpoints are kept, and the file that names the latest.
 
 Invariants:
-    * The newest committed checkpoint is never removed, and nothing that is newer than it.
+    * The checkpoint that was committed last is never removed, nor that with the highest step: after a run
+      went back these are two.
     * What is removed stops being a checkpoint before any of its files goes.
     * The file `latest` names a checkpoint that is committed; it is replaced after the commit, in one step.
 
@@ -51,6 +52,7 @@ def kept_steps(saved: Collection[Saved], config: CheckpointConfig) -> set[int]:
     if not config.has_retention:
         return set(steps)
     kept = set(steps[-(config.keep_last or 1) :])
+    kept |= {one.step for one in [max(saved, key=_committed_at, default=None)] if one is not None}
     if config.keep_every is not None:
         kept |= {step for step in steps if step % config.keep_every == 0}
     if config.keep_best is not None:
@@ -58,6 +60,10 @@ def kept_steps(saved: Collection[Saved], config: CheckpointConfig) -> set[int]:
     if config.keep_hourly is not None:
         kept |= set(_newest_of_hours(saved, config.keep_hourly))
     return kept
+
+
+def _committed_at(one: Saved) -> tuple[float, int]:
+    return (-1.0 if one.time_s is None else one.time_s), one.step
 
 
 def _best(saved: Iterable[Saved], count: int, mode: str) -> list[int]:

@@ -37,7 +37,7 @@ class RngState:
             _set_python(state)
             _set_numpy(state)
             _set_torch(state)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"a random number generator does not take the state: {error}") from error
 
 
@@ -65,14 +65,16 @@ def _numpy_state() -> dict[str, torch.Tensor]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return {}
-    kind, words, position, has_gauss, gauss = numpy.random.get_state()
+    state = numpy.random.get_state(legacy=False)
+    kind = state["bit_generator"]
     if kind != "MT19937":
         raise CheckpointError(
             f"load_rng: NumPy's global generator is a {kind}, of which only MT19937 can be saved"
         )
+    words, position = state["state"]["key"], state["state"]["pos"]
     return {
         "numpy": torch.tensor([*words.tolist(), position], dtype=torch.int64),
-        "numpy_gauss": _optional(gauss if has_gauss else None),
+        "numpy_gauss": _optional(state["gauss"] if state["has_gauss"] else None),
     }
 
 

@@ -106,6 +106,14 @@ class PerRank:
                 f"the state of a {type(self._wrapped).__name__} cannot be read: {error}"
             ) from error
         self._wrapped.load_state_dict(state)
+        if _is_loader(self._wrapped):
+            # Has it begin its pass over the data, for which it draws a random number: the run that was saved
+            # had drawn it, and the generators are set after this.
+            self._wrapped.state_dict()
+
+
+def _is_loader(entry: Any) -> bool:
+    return type(entry).__module__.startswith("torchdata.")
 
 
 def name_of(rank: int) -> str:
@@ -143,7 +151,10 @@ class Gathered:
         """Objects, and what they have returned as their state."""
         self._copies: list[tuple[Any, Sequence[Any], Any]] = []
         """Containers, their keys, and what stands for them in `values`."""
+        self._wrapped: set[int] = set()
         self.values: dict[str, Any] = self._gather(state, "")
+        for gone in set(wrappers) - self._wrapped:
+            del wrappers[gone]
 
     def _gather(self, container: Any, prefix: str) -> Any:
         is_mapping = isinstance(container, Mapping)
@@ -169,7 +180,8 @@ class Gathered:
         if isinstance(entry, PerRank):
             return self._of_rank(entry, fqn)
         if isinstance(entry, Stateful):
-            if type(entry).__module__.startswith("torchdata."):
+            if _is_loader(entry):
+                self._wrapped.add(id(entry))
                 return self._of_rank(self._wrappers.setdefault(id(entry), PerRank(entry)), fqn)
             if self._sizes is not None and isinstance(entry, Optimizer):
                 self._make_room(entry, fqn)
@@ -191,9 +203,15 @@ class Gathered:
         return entry.room_for(self._rank, nbytes)
 
     def _make_room(self, optimizer: Optimizer, fqn: str) -> None:
-        """Give an optimizer that has not stepped yet the tensors that its state is loaded to."""
+        """Give an optimizer the tensors that its state is loaded to, or none if there is none of it."""
         assert self._sizes is not None
-        if optimizer.state or not any(name.startswith(f"{fqn}.state.") for name in self._sizes()):
+        names = self._sizes()
+        if not any(name.startswith(f"{fqn}.state.") for name in names):
+            if any(name.startswith(f"{fqn}.") for name in names):
+                # It was saved before its first step.
+                optimizer.state.clear()
+            return
+        if optimizer.state:
             return
         # torch takes gradients for a sign that the optimizer is in use.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
