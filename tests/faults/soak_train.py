@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -73,6 +74,7 @@ def train(url: str, local: str, options: dict[str, Any], folder: Path) -> None:
     """Train until the process is killed, or told to end."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
+    faulthandler.register(signal.SIGUSR1)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     torch.manual_seed(rank)
@@ -103,7 +105,7 @@ def train(url: str, local: str, options: dict[str, Any], folder: Path) -> None:
         ckpt_host_memory="256MiB",
         distributed_timeout_minutes=0.5,
         storage_options=options,
-        log_level="warning",
+        log_level="error",
     ) as checkpointer:
         checkpointer.watch_preemption()
         step = checkpointer.restore(state) or 0
@@ -292,13 +294,21 @@ class Soak:
             try:
                 rank.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                self._show_stacks()
                 raise Fault(f"a rank hangs after the other was killed: {self._tail()}") from None
+
+    def _show_stacks(self) -> None:
+        for rank in self._ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGUSR1)
+        time.sleep(1)
 
     def _terminate(self) -> None:
         self._random.choice(self._ranks).send_signal(signal.SIGTERM)
         try:
             statuses = [rank.wait(_STUCK_S) for rank in self._ranks]
         except subprocess.TimeoutExpired:
+            self._show_stacks()
             raise Fault(f"the job does not end after SIGTERM: {self._tail()}") from None
         if any(statuses):
             raise Fault(f"the job ended with {statuses} after SIGTERM: {self._tail()}")
@@ -398,7 +408,7 @@ def main() -> int:
     try:
         figures = Soak(arguments.minutes, arguments.seed, folder, server).run()
     except Fault as fault:
-        console.print(f"[red]{fault}[/red]\nleft for you to look at: {folder}")
+        console.print(f"{fault}\nleft for you to look at: {folder}")
         return 1
     finally:
         server.kill()
