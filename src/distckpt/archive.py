@@ -24,7 +24,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distckpt.commit import details_of, reclaim, remove_checkpoint
+from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint
 from distckpt.errors import CheckpointError
 from distckpt.manifest import METADATA
 from distckpt.mirror import mirror
@@ -102,6 +102,8 @@ class Archive:
         self._uploading: int | None = None
         self._stop = threading.Event()
         self._upload_error: CheckpointError | None = None
+        self._over: set[str] = set()
+        """Ids of removals, and of saves that are not uploaded any more."""
 
     @property
     def url(self) -> str:
@@ -140,6 +142,10 @@ class Archive:
     @property
     def _timeout_s(self) -> float:
         return self._config.distributed_timeout_minutes * 60
+
+    @property
+    def _idle_s(self) -> float:
+        return _IDLE_TIMEOUTS * self._timeout_s
 
     def steps(self) -> list[int]:
         """Return the steps that are complete anywhere, ascending."""
@@ -218,10 +224,6 @@ class Archive:
         if error is not None:
             raise error
 
-    def abandon(self) -> None:
-        """Have uploads end soon; what they have sent is used by the next process."""
-        self._stop.set()
-
     def _point_to(self, step: int, tier: int) -> None:
         """Have the file `latest` name a step that is committed, unless a newer one is."""
         storage = self._open_tier(tier)
@@ -239,7 +241,6 @@ class Archive:
         """Remove what is left of earlier steps that were never completed, be it by a process before this."""
         self._settled.add(committed)
         under_way = self._under_way()
-        idle_s = _IDLE_TIMEOUTS * self._timeout_s
         try:
             steps = self._directories(0)
         except CheckpointError as error:
@@ -253,7 +254,7 @@ class Archive:
                 if self.is_complete(step):
                     self._settled.add(step)
                 else:
-                    reclaim(self.open(step), save_id, failed=failed, idle_s=idle_s)
+                    reclaim(self.open(step), save_id, failed={*failed, *self._over}, idle_s=self._idle_s)
             except CheckpointError as error:
                 _LOG.warning("what is left of step %d stays: %s", step, error)
 
@@ -283,8 +284,11 @@ class Archive:
     def _remove(self, step: int, tier: int) -> None:
         if tier == 0 and step in self._under_way():
             return
+        removal = uuid.uuid4().hex
+        self._over.add(removal)
         try:
-            if remove_checkpoint(self.open(step, tier), uuid.uuid4().hex):
+            storage = self.open(step, tier)
+            if remove_checkpoint(storage, removal, failed=self._over, idle_s=self._idle_s):
                 self._known[tier].pop(step, None)
                 _LOG.info("removed %s", self.path(step, tier))
         except CheckpointError as error:
@@ -348,11 +352,15 @@ class Archive:
                     step,
                     self._urls[0],
                 )
+                self._over.add(str(committed_by(self.open(step))))
             self._remove(step, 0)
+            if step not in there:
+                # What of it was uploaded before.
+                reclaim(self.open(step, 1), uuid.uuid4().hex, failed=self._over, idle_s=self._idle_s)
 
 
 def _submit(pool: ThreadPoolExecutor, function: Callable[..., None], *args: Any) -> None:
-    """Have `function` called on a thread of `pool`, or here if the interpreter ends: there are no more then."""
+    """Have `function` called on a thread of `pool`; here if the interpreter ends: there are no more then."""
     try:
         pool.submit(function, *args)
     except RuntimeError:

@@ -152,8 +152,12 @@ class Checkpointer:
             self._increments = Increments(self._archive.open)
         self._wrappers: dict[int, PerRank] = {}
         self._rng = PerRank(RngState()) if self._config.load_rng else None
+        self._turns: list[tuple[SaveHandle, str]] = []
+        """Words about turns that are not forgotten yet; on the first rank."""
         self._num_turns = self._num_failures = self._num_watches = 0
         """Saves that were asked for, and the last ones that failed, in a row; watches for signals."""
+        self._unheard: CheckpointError | None = None
+        """A failure that is more than a line in the log, and that nobody may have asked for."""
         self._preemption: Preemption | None = None
         logging.getLogger("distckpt").setLevel(self._config.log_level.upper())
         self._engine = Engine.open(self._config)
@@ -249,6 +253,9 @@ class Checkpointer:
         if self._config.async_save:
             warn_async_workers(self._config.dist_ckpt_workers, stacklevel=2)
             watch_exit()
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None:
+            raise unheard
         handle = SaveHandle(step, self._path(step), metric)
         if not self._await_turn(handle):
             return handle
@@ -323,6 +330,7 @@ class Checkpointer:
                 name = f"{self._name}.turn.{self._num_turns}"
                 if self._is_first:
                     tell(self._coordinator, name, f"{handle.step} {is_busy:d}")
+                    self._turns.append((handle, f"{name}.0"))
                 else:
                     heard = hear(self._coordinator, name, [0], timeout_s=self._timeout_s, doing="save")
                     step, _, told = heard[0].partition(" ")
@@ -463,7 +471,18 @@ class Checkpointer:
                 if first_error is not None:
                     raise first_error
                 return None
-            error = self._load(state, found)
+            try:
+                error = self._load(state, found)
+            except Exception as foreign:
+                # Of an object of the state: the others need not wait for this rank.
+                if step in (None, "latest") and not self._is_alone:
+                    with contextlib.suppress(CheckpointError):
+                        tell(
+                            self._coordinator,
+                            self._loaded_name,
+                            f"failed: {type(foreign).__name__}: {foreign}",
+                        )
+                raise
             if step not in (None, "latest"):
                 if error is not None:
                     raise error
@@ -514,6 +533,10 @@ class Checkpointer:
             return error
         return None
 
+    @property
+    def _loaded_name(self) -> str:
+        return f"{self._name}.loaded.{self._num_restores}"
+
     def _outcome_for_all(self, error: CheckpointError | None) -> CheckpointError | None:
         """Return how loading went: None if it went well on all ranks, damage if one has found any."""
         if self._is_alone:
@@ -521,8 +544,7 @@ class Checkpointer:
         text = ""
         if error is not None:
             text = f"{'damaged' if isinstance(error, IntegrityError) else 'failed'}: {error}"
-        name = f"{self._name}.loaded.{self._num_restores}"
-        heard = exchange(self._coordinator, name, text, timeout_s=self._timeout_s)
+        heard = exchange(self._coordinator, self._loaded_name, text, timeout_s=self._timeout_s)
         for place, told in heard.items():
             if told.startswith("damaged: "):
                 rank = self._coordinator.ranks[place]
@@ -753,10 +775,9 @@ class Checkpointer:
             residence = attempted.residence
             if error is None:
                 return
-            self._tell_others(meeting, error)
-            if not self._is_tried_again(error, meeting, attempt):
-                break
-            if residence is not None and residence.is_lost:
+            is_lost = residence is not None and residence.is_lost
+            self._tell_others(meeting, error, is_final=is_lost)
+            if is_lost or not self._is_tried_again(error, meeting, attempt):
                 break
             self._pause(handle, error, attempt)
             meeting = self._meet(handle)
@@ -767,7 +788,11 @@ class Checkpointer:
             planned.give_back(residence)
         if late is not None:
             late.end()
-        self._report(handle, error)
+        if not self._report(handle, error) and self._config.ckpt_on_failure == "warn":
+            # The next save raises it, in a loop that waits for none.
+            failure = handle._future.exception()  # noqa: SLF001 - one room
+            assert isinstance(failure, CheckpointError)
+            self._unheard = failure
 
     @property
     def _may_retry(self) -> bool:
@@ -989,7 +1014,17 @@ class Checkpointer:
                 # All have heard how it ended: they have written since.
                 over.forget()
             self._over = [meeting]
+            self._forget_turns(handle)
         self._archive.take(handle.step, save_id, self._failed, handle.metric, details["time"])
+
+    def _forget_turns(self, handle: SaveHandle) -> None:
+        """Forget what was said of turns until this save: all ranks have entered it, and so heard that."""
+        known = [turn for turn, _ in self._turns]
+        if handle in known:
+            at = known.index(handle) + 1
+            told, self._turns = [key for _, key in self._turns[:at]], self._turns[at:]
+            with contextlib.suppress(CheckpointError):
+                self._coordinator.forget(told)
 
     def _common_facts(self, manifests: Sequence[PartialManifest]) -> dict[str, Any]:
         """Return what the ranks have in common, if there are any that do not know."""
@@ -1019,7 +1054,7 @@ class Checkpointer:
             if planned is self._planned:
                 self._common = common if is_shared else None
 
-    def _tell_others(self, meeting: Meeting, error: BaseException) -> None:
+    def _tell_others(self, meeting: Meeting, error: BaseException, *, is_final: bool = False) -> None:
         """Leave word that this rank gave up the save: the others need not wait for it."""
         if self._is_alone:
             return
@@ -1041,7 +1076,7 @@ class Checkpointer:
                     "differ": differ,
                     "missing": missing,
                     "changed": isinstance(error, StateChanged),
-                    "final": _is_final(error) or meeting.is_final,
+                    "final": is_final or _is_final(error) or meeting.is_final,
                 },
             )
 
@@ -1061,7 +1096,7 @@ class Checkpointer:
     def _complete(self, handle: SaveHandle, save_id: str) -> None:
         observe.emit("committed", save_id=save_id, path=handle.path)
         _LOG.info("committed %s", handle.path)
-        self._num_failures = 0
+        self._num_failures, self._unheard = 0, None
         handle._future.set_result(handle.path)  # noqa: SLF001 - one room
 
     def _report(self, handle: SaveHandle, error: BaseException) -> bool:
@@ -1110,7 +1145,7 @@ class _Attempt:
 def _is_final(error: BaseException) -> bool:
     """Say whether a failure has reasons that another attempt would meet, too."""
     return not isinstance(error, CheckpointError) or isinstance(
-        error, (StagingError, StateChanged, ReplicasDiffer, ConfigError, Overtaken)
+        error, (StagingError, StateChanged, ReplicasDiffer, ConfigError, Overtaken, MissingRanks)
     )
 
 

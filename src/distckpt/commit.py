@@ -16,6 +16,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -417,7 +418,9 @@ def reclaim(storage: Storage, save_id: str, *, failed: Collection[str] = (), idl
     return storage.remove_directory()
 
 
-def remove_checkpoint(storage: Storage, save_id: str) -> bool:
+def remove_checkpoint(
+    storage: Storage, save_id: str, *, failed: Collection[str] = (), idle_s: float = math.inf
+) -> bool:
     """Remove a committed checkpoint: first what makes it one, then the rest.
 
     Files that no save has written stay, and their directory with them.
@@ -425,6 +428,8 @@ def remove_checkpoint(storage: Storage, save_id: str) -> bool:
     Args:
         storage: Its directory.
         save_id: On whose behalf; no save ever had it.
+        failed: As for `reclaim`: saves, and removals, that are known to be over.
+        idle_s: As for `reclaim`.
 
     Returns:
         Whether the checkpoint is gone; False where another save has claimed its directory.
@@ -434,7 +439,8 @@ def remove_checkpoint(storage: Storage, save_id: str) -> bool:
         WriteError: The storage refuses.
     """
     committed = committed_by(storage)
-    if committed is not None and _owner(storage).get("save_id") != committed:
+    is_claimed = committed is not None and _owner(storage).get("save_id") != committed
+    if is_claimed and not _is_over(storage, failed, idle_s):
         # A save is on its way to replace it.
         return False
     claimed = claim(storage, save_id)
@@ -593,6 +599,7 @@ def _find_named(storage: Storage, records: Sequence[str]) -> list[str]:
             for entry in storage.list(folder)
             if entry in bases or PARTIAL_NAME.sub("", entry) in bases
         ]
+    found.sort(key=lambda name: not name.endswith(".json"))
     return found + [folder for folder in sorted(folders, key=len, reverse=True) if folder]
 
 

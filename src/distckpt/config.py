@@ -646,7 +646,7 @@ def _known_of(section: Mapping[str, object]) -> dict[str, object]:
             left.append(str(foreign))
             continue
         value = given
-        if foreign == "logging_level" and isinstance(given, int) and not isinstance(given, bool):
+        if foreign == "logging_level" and type(given) is int and given >= 0:
             level = next(level for level in (40, 30, 20, 0) if given >= level)
             value = {40: "error", 30: "warning", 20: "info", 0: "debug"}[level]
         elif name == "ckpt_format" and given in _FOREIGN_FORMATS:

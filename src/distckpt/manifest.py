@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distckpt.errors import CheckpointError, CommitError, IntegrityError
+from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
 from distckpt.storage import check_name
 
 if TYPE_CHECKING:
@@ -282,7 +282,11 @@ def write_names(storage: Storage, name: str, names: Sequence[str]) -> None:
 
 
 def read_names(storage: Storage, name: str) -> list[str]:
-    """Return what a list of names lists; nothing if it is none, or is not what was written."""
+    """Return what a list of names lists; nothing if it is none, or is not what was written.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
     if NAMES_NAME.fullmatch(name.rpartition("/")[2]) is None:
         return []
     try:
@@ -291,6 +295,8 @@ def read_names(storage: Storage, name: str) -> list[str]:
         names = [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else []
         for each in names:
             check_name(storage.url, each)
+    except WriteError:
+        raise
     except CheckpointError:
         return []
     return [each for each in names if not each.startswith(FOLDER) and not METADATA_NAME.fullmatch(each)]

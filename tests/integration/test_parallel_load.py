@@ -28,11 +28,10 @@ from distckpt import (
     StorageWriter,
     parallel_load,
 )
+from distckpt.stateful import Gathered
 from integration.ranks import states
 from integration.ranks.states import COLUMNS, ROWS, WHOLE
 from integration.ranks.world import Ranks
-
-from distckpt.stateful import Gathered
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner

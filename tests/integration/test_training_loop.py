@@ -1,0 +1,679 @@
+"""One process that trains: objects with a state, retention, `latest`, policies, damaged checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from distckpt import (
+    Checkpointer,
+    CheckpointError,
+    CommitError,
+    ConfigError,
+    IntegrityError,
+    PerRank,
+    WriteError,
+    observe,
+)
+from distckpt import checkpointer as checkpointing
+from distckpt.storage import open_storage
+from integration.checkpoints import WAIT_S, assert_same, read_with_torch
+from servers import S3Server
+
+pytestmark = pytest.mark.slow
+
+
+def path_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:08}"
+
+
+def latest_of(root: Path) -> str:
+    return (root / "latest").read_text()
+
+
+@contextmanager
+def held_back(checkpointer: Checkpointer) -> Iterator[threading.Event]:
+    """Keep everything that happens in the background from happening, until the event is set or at the end."""
+    gate = threading.Event()
+    checkpointer._thread.submit(gate.wait, WAIT_S)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def settle(checkpointer: Checkpointer) -> list[int]:
+    """Wait for what retention does in the background, and return the steps that are there."""
+    cleaner = checkpointer._archive._cleaner
+    if cleaner is not None:
+        cleaner.submit(lambda: None).result(WAIT_S)
+    return checkpointer.steps()
+
+
+def in_the_way(root: Path, step: int) -> Path:
+    """Have saves of a step fail, as long as the file is there."""
+    path = path_of(root, step)
+    path.touch()
+    return path
+
+
+def flip(path: Path, fqn: str = "t") -> None:
+    """Damage one tensor."""
+    storage_data = FileSystemReader(path).read_metadata().storage_data
+    info = next(info for index, info in storage_data.items() if index.fqn == fqn)
+    file = path / info.relative_path
+    data = bytearray(file.read_bytes())
+    data[info.offset + info.length - 1] ^= 1
+    file.write_bytes(data)
+
+
+def small(step: int) -> dict[str, Any]:
+    return {"t": torch.full((5,), float(step)), "step": step}
+
+
+def save_and_wait(checkpointer: Checkpointer, step: int) -> None:
+    checkpointer.save(step, small(step))
+    checkpointer.wait()
+
+
+class Cursor:
+    """Has a state of its own."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Loop:
+    """A model, an optimizer, a scheduler, and what else there is in a training loop."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.cursor = Cursor()
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "loop": {"optimizer": self.optimizer, "schedulers": [self.scheduler]},
+            "cursor": PerRank(self.cursor),
+            "step": 0,
+            "note": {"best": None, 7: "seven"},
+        }
+
+    def train(self, checkpointer: Checkpointer, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss = self.model(torch.randn(4, 6)).square().mean() * random.random()
+            loss.backward()
+            with checkpointer.guard(self.optimizer):
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.cursor.position += 1
+            self.state["step"] += 1
+            self.state["note"]["best"] = loss.item()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.parametrize("load_rng", [True, False], ids=["with-rng", "without"])
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "zarr"])
+def test_a_loop_goes_on_as_if_nothing_had_been(tmp_path: Path, load_rng: bool, ckpt_format: str) -> None:
+    with Checkpointer(tmp_path, async_save=True, load_rng=load_rng, ckpt_format=ckpt_format) as checkpointer:
+        loop = Loop(1)
+        loop.train(checkpointer, 4)
+        checkpointer.save(4, loop.state)
+        expected = loop.train(checkpointer, 5)
+        checkpointer.wait()
+        other = Loop(2)
+        assert checkpointer.restore(other.state) == 4
+        assert other.state["step"] == 4, "plain values are given back, too"
+        assert other.state.keys() == loop.state.keys()
+        assert other.state["model"] is other.model
+        assert other.state["note"].keys() == {"best", 7}
+        assert other.cursor.position == 4
+        assert other.scheduler.last_epoch == 4
+        found = other.train(checkpointer, 5)
+    assert (found == expected) == load_rng
+    if load_rng:
+        assert_same(dict(other.model.state_dict()), dict(loop.model.state_dict()))
+        assert other.state["note"] == loop.state["note"]
+
+
+def test_a_state_that_has_what_load_rng_keeps(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, load_rng=True) as checkpointer:
+        with pytest.raises(ConfigError, match="'rng_state'"):
+            checkpointer.save(0, {"rng_state": 1})
+        checkpointer.save(0, small(0))
+        with pytest.raises(ConfigError, match="'rng_state'"):
+            checkpointer.restore({"rng_state": 1})
+
+
+def test_generators_are_not_touched_without_being_asked(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, load_rng=True) as checkpointer:
+        checkpointer.save(0, small(0))
+    torch.manual_seed(9)
+    with Checkpointer(tmp_path) as checkpointer:
+        target = small(1)
+        assert checkpointer.restore(target) == 0
+    assert_same(target, small(0))
+    drawn = torch.rand(2)
+    torch.manual_seed(9)
+    assert torch.equal(torch.rand(2), drawn)
+
+
+def test_a_checkpoint_without_generators_is_restored_by_who_keeps_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, small(3))
+    with Checkpointer(tmp_path, load_rng=True) as checkpointer:
+        target = small(1)
+        assert checkpointer.restore(target) == 0
+    assert_same(target, small(3))
+    assert "'rng_state' of rank 0" in caplog.text
+
+
+def test_a_state_of_objects_is_planned_once(tmp_path: Path) -> None:
+    """Also while their states are other objects each time, and a loader's is longer from time to time."""
+    with Checkpointer(tmp_path, async_save=True, load_rng=True) as checkpointer:
+        loop = Loop(1)
+        plans = []
+        for step in range(1, 7):
+            loop.train(checkpointer, 1)
+            loop.cursor.position = 10**step
+            checkpointer.save(step, loop.state).result(WAIT_S)
+            plans.append(checkpointer._planned)
+        assert len({id(plan) for plan in plans[1:]}) == 1
+        for step in range(1, 7):
+            other = Loop(2)
+            checkpointer.restore(other.state, step)
+            assert other.cursor.position == 10**step
+
+
+def test_entries_that_come_late_are_in_every_later_checkpoint(tmp_path: Path) -> None:
+    """An optimizer has no state before its first step, and more of it whenever a parameter joins."""
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = torch.optim.Adam(model.parameters())
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "ema": {}}
+    with Checkpointer(tmp_path, async_save=True) as checkpointer:
+        for step in range(12):
+            if step >= 3:
+                model[0](torch.ones(1, 2)).sum().backward()
+            if step >= 6:
+                model[1](torch.ones(1, 2)).sum().backward()
+            if step >= 9:
+                state["ema"]["weight"] = torch.full((2,), float(step))
+            with checkpointer.guard(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.save(step, state)
+    for step in range(12):
+        values = read_with_torch(path_of(tmp_path, step))
+        expected = 0 if step < 3 else 2 if step < 6 else 4
+        assert len(values["optimizer"].get("state", {})) == expected, step
+        assert values.get("ema", {}) == {} if step < 9 else values["ema"]["weight"].tolist() == [step, step]
+
+
+def test_a_checkpoint_of_before_the_first_step_is_restored_after_a_damaged_one(tmp_path: Path) -> None:
+    """What was prepared for the damaged one does not stand in the way of the older one."""
+
+    def make() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+    state = make()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+        weights = {name: value.clone() for name, value in state["model"].state_dict().items()}
+        state["model"](torch.ones(1, 2)).sum().backward()
+        state["optimizer"].step()
+        checkpointer.save(1, state)
+        flip(path_of(tmp_path, 1), "model.weight")
+        other = make()
+        assert checkpointer.restore(other) == 0
+    assert_same(dict(other["model"].state_dict()), weights)
+    assert not other["optimizer"].state
+
+
+# Retention, and the file `latest`.
+
+
+def test_steps_that_no_policy_keeps_go(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_save=True, keep_last=2, keep_every=4, keep_best=1) as checkpointer:
+        for step in range(1, 11):
+            checkpointer.save(step, small(step), metric=abs(step - 3.2))
+        checkpointer.wait()
+        assert settle(checkpointer) == [3, 4, 8, 9, 10]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        *(f"step-{step:08}" for step in (3, 4, 8, 9, 10)),
+    ]
+    for step in (3, 4, 8, 9, 10):
+        assert_same(read_with_torch(path_of(tmp_path, step)), small(step))
+
+
+def test_a_later_process_goes_by_what_earlier_ones_have_saved(tmp_path: Path) -> None:
+    """The metrics, and the times, are those of the checkpoints."""
+    metrics = {1: 0.5, 2: 0.1, 3: float("nan"), 4: None, 5: 0.3, 6: float("inf")}
+    for step, metric in metrics.items():
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(step, small(step), metric=metric)
+            assert checkpointer.steps() == list(range(1, step + 1))
+    with Checkpointer(tmp_path, keep_best=2) as checkpointer:
+        checkpointer.save(7, small(7))
+        assert settle(checkpointer) == [2, 5, 7]
+    with Checkpointer(tmp_path, keep_best=1, keep_best_mode="max") as checkpointer:
+        checkpointer.save(8, small(8), metric=-1)
+        assert settle(checkpointer) == [5, 8]
+
+
+def test_the_hours_are_those_of_the_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1.8e9]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    with Checkpointer(tmp_path, keep_hourly=3) as checkpointer:
+        for step in range(10):
+            checkpointer.save(step, small(step))
+            now[0] += 1500
+        # Of the hours in which there are 0 to 2, 3 and 4, 5 to 7, and the last two.
+        assert settle(checkpointer) == [4, 7, 9]
+
+
+@pytest.mark.parametrize("value", ["good", None.__class__, [1], {}])
+def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ConfigError, match="metric: expected a number"):
+            checkpointer.save(0, small(0), metric=value)
+        assert checkpointer.save(0, small(0), metric=torch.tensor(0.5)).metric == 0.5  # type: ignore[arg-type]
+
+
+def test_the_last_good_one_stays_while_the_next_is_under_way_or_fails(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_save=True, keep_last=1, ckpt_max_in_flight=4) as checkpointer:
+        checkpointer.save(1, small(1)).result(WAIT_S)
+        with held_back(checkpointer):
+            handle = checkpointer.save(2, small(2))
+            assert settle(checkpointer) == [1]
+            assert latest_of(tmp_path) == "step-00000001\n"
+        handle.result(WAIT_S)
+        assert settle(checkpointer) == [2]
+        for step in (3, 4):
+            in_the_way(tmp_path, step)
+            with pytest.raises(WriteError):
+                checkpointer.save(step, small(step)).result(WAIT_S)
+            assert settle(checkpointer) == [2]
+            assert latest_of(tmp_path) == "step-00000002\n"
+
+        def remove(event: observe.Event) -> None:
+            if event.name == "files.written":
+                for path in path_of(tmp_path, 5).glob("__*"):
+                    path.unlink()
+
+        end = observe.subscribe(remove)
+        with pytest.raises(CommitError):
+            checkpointer.save(5, small(5)).result(WAIT_S)
+        end()
+        assert settle(checkpointer) == [2]
+        assert latest_of(tmp_path) == "step-00000002\n"
+        assert_same(read_with_torch(path_of(tmp_path, 2)), small(2))
+        with pytest.raises(CheckpointError):
+            checkpointer.wait()
+
+
+def test_a_step_that_is_saved_again_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_save=True, keep_last=1, ckpt_max_in_flight=4) as checkpointer:
+        checkpointer.save(1, small(1)).result(WAIT_S)
+        with held_back(checkpointer):
+            for step in (2, 1):
+                checkpointer.save(step, small(10 * step))
+        checkpointer.wait()
+        steps = settle(checkpointer)
+        assert 2 in steps
+        for step in steps:
+            assert_same(read_with_torch(path_of(tmp_path, step)), small(10 * step))
+
+
+@pytest.mark.parametrize("policy", [{"keep_last": 1}, {"keep_every": 100}, {"keep_best": 1}], ids=str)
+def test_a_run_that_went_back_keeps_what_it_lives_on(tmp_path: Path, policy: dict[str, Any]) -> None:
+    """The newest is damaged; the run goes on from the one before it, and dies before it gets as far again."""
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (4, 8):
+            checkpointer.save(step, small(step), metric=-step)
+    flip(path_of(tmp_path, 8))
+    with Checkpointer(tmp_path, **policy) as checkpointer:
+        target = small(0)
+        assert checkpointer.restore(target) == 4
+        for step in (5, 6):
+            checkpointer.save(step, small(step), metric=1.0)
+            settle(checkpointer)
+    with Checkpointer(tmp_path, **policy) as checkpointer:
+        target = small(0)
+        assert checkpointer.restore(target) == 6
+        assert_same(target, small(6))
+
+
+def test_latest_names_the_newest_by_number_or_else_the_last_that_is_complete(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, named in ((3, 3), (7, 7), (5, 7)):
+            checkpointer.save(step, small(step))
+            assert latest_of(tmp_path) == f"step-{named:08}\n"
+        (path_of(tmp_path, 7) / ".metadata").unlink()
+        checkpointer.save(6, small(6))
+        assert latest_of(tmp_path) == "step-00000006\n", "what is named is complete"
+        for odd in ("", "step-", "elsewhere", "step-99999999", "ü", "step-00000007\nx"):
+            (tmp_path / "latest").write_text(odd)
+            checkpointer.save(6, small(6))
+            assert latest_of(tmp_path) == "step-00000006\n"
+        assert (tmp_path / latest_of(tmp_path).strip() / ".metadata").exists()
+        # Nothing here trusts it.
+        (tmp_path / "latest").write_text("step-00000003\n")
+        assert checkpointer.restore(small(0)) == 6
+
+
+def test_a_latest_that_cannot_be_written_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latest").mkdir()
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(1, small(1)).committed
+        assert checkpointer.latest() == 1
+    assert "latest still names" in caplog.text
+
+
+def test_files_of_others_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(1, small(1))
+        (path_of(tmp_path, 1) / "notes.txt").write_text("mine")
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-00000000x").mkdir()
+        checkpointer.save(2, small(2))
+        assert settle(checkpointer) == [2]
+    assert [path.name for path in path_of(tmp_path, 1).iterdir()] == ["notes.txt"]
+    assert (tmp_path / "step-1").exists()
+    assert (tmp_path / "step-00000000x").exists()
+    assert "is no checkpoint any more" in caplog.text
+
+
+# Restoring what is damaged.
+
+
+def test_damaged_ones_are_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(4):
+            checkpointer.save(step, small(step))
+        flip(path_of(tmp_path, 3))
+        (path_of(tmp_path, 2) / ".metadata").write_bytes(b"nonsense")
+        target = small(9)
+        assert checkpointer.restore(target) == 1
+        assert_same(target, small(1))
+        said = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
+        assert ["step-00000003" in said[0], "step-00000002" in said[1], len(said)] == [True, True, 2]
+        for step in (2, 3):
+            with pytest.raises(IntegrityError):
+                checkpointer.restore(small(9), step)
+        for step in (0, 1):
+            flip(path_of(tmp_path, step))
+        with pytest.raises(IntegrityError, match="step-00000003"):
+            checkpointer.restore(small(9))
+        # The run goes on where it is, and the next restore has something to find.
+        checkpointer.save(4, small(4))
+        assert checkpointer.restore(small(9)) == 4
+
+
+def test_a_state_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
+    """An older checkpoint that fits by chance would be the wrong one."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"t": torch.ones(3), "extra": torch.ones(1)})
+        checkpointer.save(1, {"t": torch.ones(3)})
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.restore({"t": torch.zeros(3), "extra": torch.zeros(1)})
+        assert not isinstance(caught.value, IntegrityError)
+
+
+# Policies.
+
+
+def test_a_handle_has_milestones(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_save=True) as checkpointer:
+        with held_back(checkpointer):
+            handle = checkpointer.save(1, small(1))
+            handle.staged.result(WAIT_S)
+            assert handle.staged
+            assert handle.staged.done()
+            assert not handle.committed
+            assert not handle.committed.done()
+            started = time.monotonic()
+            with pytest.raises(TimeoutError):
+                handle.committed.result(0.05)
+            assert 0.04 < time.monotonic() - started < 2
+            committed = handle.committed
+        committed.result(WAIT_S)
+        assert committed, "it tells how things are, not how they were"
+        in_the_way(tmp_path, 2)
+        failed = checkpointer.save(2, small(2))
+        for milestone in (failed.committed, failed.staged):
+            with pytest.raises(WriteError):
+                failed.committed.result(WAIT_S)
+            with pytest.raises(WriteError):
+                milestone.result(0)
+        assert not failed.committed
+        assert not failed.committed.done()
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_so_many_saves_are_under_way(tmp_path: Path, most: int) -> None:
+    with Checkpointer(tmp_path, async_save=True, ckpt_max_in_flight=most) as checkpointer:
+        with held_back(checkpointer) as gate:
+            for step in range(most):
+                assert checkpointer.save(step, small(step)).blocked_s < 5
+            assert not gate.is_set()
+            threading.Timer(0.3, gate.set).start()
+            handle = checkpointer.save(most, small(most))
+            assert gate.is_set()
+            assert handle.blocked_s > 0.2
+        checkpointer.wait()
+        assert checkpointer.steps() == list(range(most + 1))
+
+
+def test_a_save_is_skipped_or_fails_when_storage_is_slow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for policy in ("skip", "fail"):
+        root = tmp_path / policy
+        with Checkpointer(root, async_save=True, ckpt_max_in_flight=2, ckpt_when_busy=policy) as checkpointer:
+            with held_back(checkpointer):
+                for step in range(2):
+                    assert not checkpointer.save(step, small(step)).is_skipped
+                if policy == "fail":
+                    with pytest.raises(CheckpointError, match=r"step 2 .*--ckpt-max-in-flight"):
+                        checkpointer.save(2, small(2))
+                else:
+                    skipped = checkpointer.save(2, small(2))
+                    assert skipped.is_skipped
+                    assert not skipped.committed
+                    with pytest.raises(CheckpointError, match=r"step 2 .*--ckpt-max-in-flight"):
+                        skipped.result(0)
+            # What was left out is no failure of the run.
+            checkpointer.wait()
+            checkpointer.save(3, small(3)).result(WAIT_S)
+            assert checkpointer.steps() == [0, 1, 3]
+    assert "step 2 is not saved" in caplog.text
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
+def test_failures_are_borne(tmp_path: Path, is_async: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(
+        tmp_path, async_save=is_async, ckpt_on_failure="warn", ckpt_max_failures=3
+    ) as checkpointer:
+        for step in (1, 2, 4, 5, 6, 7):
+            in_the_way(tmp_path, step)
+        for step in range(6):
+            handle = checkpointer.save(step, small(step))
+            checkpointer.wait()
+            assert bool(handle.committed) == (step in (0, 3))
+        levels = {record.levelno for record in caplog.records if "failed" in record.getMessage()}
+        assert levels == {logging.WARNING}
+        for step in (6, 7):
+            with pytest.raises(WriteError):
+                save_and_wait(checkpointer, step)
+        checkpointer.save(8, small(8))
+        checkpointer.wait()
+        assert checkpointer.steps() == [0, 3, 8]
+
+
+def test_too_many_failures_reach_a_loop_that_waits_for_none(tmp_path: Path) -> None:
+    """It saves and trains on; the next `save` tells it that nothing has been saved for long."""
+    checkpointer = Checkpointer(
+        tmp_path, async_save=True, ckpt_on_failure="warn", ckpt_max_failures=2, log_level="error"
+    )
+    try:
+        for step in range(3):
+            in_the_way(tmp_path, step)
+        for step in range(2):
+            checkpointer.save(step, small(step))._future.exception(WAIT_S)
+        with pytest.raises(WriteError):
+            checkpointer.save(2, small(2))
+    finally:
+        with contextlib.suppress(WriteError):
+            checkpointer.close()
+
+
+def test_failures_while_the_state_is_staged_count_as_well(tmp_path: Path) -> None:
+    with Checkpointer(
+        tmp_path, async_save=True, ckpt_on_failure="warn", ckpt_max_failures=2, log_level="error"
+    ) as checkpointer:
+        bad = {"t": torch.ones(2, device="meta")}
+        handle = checkpointer.save(0, bad)
+        assert not handle.committed
+        with pytest.raises(CheckpointError, match="'t'"):
+            checkpointer.save(1, bad)
+        assert checkpointer.save(2, small(2)).result(WAIT_S)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
+@pytest.mark.parametrize("is_large", [False, True], ids=["staged", "over-the-budget"])
+def test_a_save_is_tried_again(
+    tmp_path: Path, is_async: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "_FIRST_PAUSE_S", 0.3)
+    state = {"t": torch.full(((40 if is_large else 1) << 18,), 3.0)}
+    with Checkpointer(
+        tmp_path, async_save=is_async, ckpt_on_failure="retry", ckpt_max_failures=2, ckpt_host_memory="24MiB"
+    ) as checkpointer:
+        file = in_the_way(tmp_path, 1)
+        timer = threading.Timer(0.15, file.unlink)
+        timer.start()
+        handle = checkpointer.save(1, state)
+        if is_async and not is_large:
+            state["t"].fill_(4.0)
+        handle.result(WAIT_S)
+        timer.join()
+        in_the_way(tmp_path, 2)
+        with pytest.raises(WriteError):
+            checkpointer.save(2, state).result(WAIT_S)
+    found = read_with_torch(path_of(tmp_path, 1))["t"]
+    assert found.unique().tolist() == [3.0], "what was staged by the first attempt"
+
+
+def test_what_another_attempt_would_meet_as_well_is_not_tried_again(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, async_save=True, ckpt_on_failure="retry") as checkpointer:
+        started = time.monotonic()
+        with pytest.raises(CheckpointError):
+            checkpointer.save(1, {"t": torch.ones(2, device="meta")})
+        assert time.monotonic() - started < 0.8
+
+
+def test_saves_that_are_tried_again_keep_their_order_and_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later save is staged while an earlier one is waiting for its second attempt."""
+    monkeypatch.setattr(checkpointing, "_FIRST_PAUSE_S", 0.3)
+    tensor = torch.zeros(1 << 18)
+    with Checkpointer(
+        tmp_path, async_save=True, ckpt_on_failure="retry", ckpt_max_in_flight=3, log_level="error"
+    ) as checkpointer:
+        file = in_the_way(tmp_path, 0)
+        timer = threading.Timer(0.15, file.unlink)
+        timer.start()
+        for step in range(4):
+            tensor.fill_(step + 1)
+            checkpointer.save(step, {"t": tensor})
+        checkpointer.wait()
+        timer.join()
+    for step in range(4):
+        assert read_with_torch(path_of(tmp_path, step))["t"].unique().tolist() == [step + 1]
+
+
+# On an object store.
+
+
+@pytest.mark.s3
+def test_everything_goes_to_the_object_store(
+    s3_server: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`latest`, retention, reclaiming and restoring, none of which leaves anything on this machine."""
+    monkeypatch.chdir(tmp_path)
+    root = open_storage(s3_url, s3_server.options)
+
+    def latest() -> str:
+        data = root.read("latest")
+        assert data is not None
+        return bytes(data).decode()
+
+    def what_is_there() -> set[int]:
+        """Not by the names of directories alone: a server may keep those that are empty."""
+        steps = [int(name[5:-1]) for name in root.list() if name != "latest"]
+        return {step for step in steps if open_storage(f"{s3_url}/step-{step:08}", s3_server.options).list()}
+
+    with Checkpointer(
+        s3_url, storage_options=s3_server.options, async_save=True, keep_last=2, keep_best=1, load_rng=True
+    ) as checkpointer:
+        assert checkpointer.restore(small(9)) is None
+        for step in range(1, 6):
+            checkpointer.save(step, small(step), metric=abs(step - 2)).result(WAIT_S)
+            assert latest() == f"step-{step:08}\n"
+        assert settle(checkpointer) == [2, 4, 5]
+        assert what_is_there() == {2, 4, 5}
+        target = small(9)
+        assert checkpointer.restore(target) == 5
+        assert_same(target, small(5))
+        # A damaged one is passed over there, too.
+        newest = open_storage(f"{s3_url}/step-00000005", s3_server.options)
+        newest.put(".metadata", b"nonsense")
+        assert checkpointer.restore(target) == 4
+        assert_same(target, small(4))
+    with Checkpointer(s3_url, storage_options=s3_server.options, keep_last=1) as checkpointer:
+        checkpointer.save(6, small(6))
+        assert settle(checkpointer) == [6]
+    assert what_is_there() == {6}
+    assert s3_server.unfinished_uploads(s3_url) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_commit_says_is_json_for_others(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_best=1) as checkpointer:
+        checkpointer.save(1, small(1), metric=0.25)
+    [file] = (path_of(tmp_path, 1) / ".distckpt").glob("commit-*")
+    record = json.loads(file.read_text())
+    assert record["metric"] == 0.25
+    assert abs(record["time"] - time.time()) < 60
+    assert record["world"] == 1
