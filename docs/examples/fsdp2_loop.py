@@ -24,8 +24,7 @@ def train(root: str, last: int) -> list[torch.Tensor]:
     """Train to step `last`, from the latest checkpoint on if there is one; return this rank's weights."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(512, 32))
-    # With a generator of its own: one that starts anew would draw from the model's otherwise.
-    loader = StatefulDataLoader(data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(1))
+    loader = StatefulDataLoader(data, batch_size=16, shuffle=True)
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 32))
     fully_shard(model, mesh=distributed.init_device_mesh("cpu", (distributed.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

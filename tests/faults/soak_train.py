@@ -80,9 +80,7 @@ def train(url: str, local: str, options: dict[str, Any], folder: Path) -> None:
     torch.manual_seed(rank)
     torch.set_num_threads(1)
     data = TensorDataset(torch.randn(4096, _WIDTH))
-    loader = StatefulDataLoader(
-        data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(rank)
-    )
+    loader = StatefulDataLoader(data, batch_size=8, shuffle=True)
     model = nn.Sequential(
         nn.Linear(_WIDTH, 2 * _WIDTH), nn.Dropout(0.1), nn.GELU(), nn.Linear(2 * _WIDTH, _WIDTH)
     )
