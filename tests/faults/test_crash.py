@@ -93,11 +93,10 @@ def overwrite_and_die(path: str, mode: str, workers: int, point: int) -> None:
     say("after", "completed")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("mode", "workers"), [pytest.param("sync", 1, marks=pytest.mark.thorough), ("async", 2)]
-)
+@pytest.mark.parametrize(("mode", "workers"), [("sync", 1), ("async", 2)])
 def test_killed_at_any_point_of_an_overwrite(
     programs: Programs, open_writer: OpenWriter, tmp_path: Path, mode: str, workers: int
 ) -> None:

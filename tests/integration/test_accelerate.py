@@ -186,6 +186,7 @@ def save_and_restore(folder: str, *, is_first: bool) -> Any:
     return [found, loop.draw()]
 
 
+@pytest.mark.thorough
 def test_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks.run(2, save_and_restore, folder=str(tmp_path), is_first=True)
     for world in (2, 3, 1):

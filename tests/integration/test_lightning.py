@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections import OrderedDict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -204,12 +205,12 @@ def test_files_of_lightning_itself(tmp_path: Path) -> None:
 
 def test_what_can_run_code_is_refused(tmp_path: Path) -> None:
     plugin = CheckpointIO()
-    plugin.save_checkpoint({"hyper_parameters": {"path": tmp_path}}, tmp_path / "one")
+    # Frameworks have torch admit paths and namespaces; nobody admits this.
+    state = {"hyper_parameters": {"rate": Decimal("0.1")}}
+    plugin.save_checkpoint(state, tmp_path / "one")
     with pytest.raises(CheckpointError, match="weights_only"):
         plugin.load_checkpoint(tmp_path / "one")
-    assert plugin.load_checkpoint(tmp_path / "one", weights_only=False) == {
-        "hyper_parameters": {"path": tmp_path}
-    }
+    assert plugin.load_checkpoint(tmp_path / "one", weights_only=False) == state
     with pytest.raises(ConfigError, match="storage_options"):
         plugin.save_checkpoint({}, tmp_path / "two", storage_options={})
     plugin.teardown()
@@ -320,7 +321,7 @@ def train_shards(folder: str) -> list[Any]:
     return [sums[0], sums[2], sorted(os.listdir(f"{folder}/whole"))]
 
 
-@pytest.mark.parametrize("train", [train_replicas, train_shards])
+@pytest.mark.parametrize("train", [pytest.param(train_replicas, marks=pytest.mark.thorough), train_shards])
 def test_two_ranks(ranks: Ranks, tmp_path: Path, train: Any) -> None:
     found = ranks.run(2, train, folder=str(tmp_path))
     assert found == [found[0]] * 2

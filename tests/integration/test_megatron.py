@@ -143,6 +143,7 @@ def test_without_megatron() -> None:
     assert "megatron-core>=0.16,<0.20" in done.stdout
 
 
+@pytest.mark.thorough
 def test_version_that_is_not_known() -> None:
     code = (
         "import warnings\n"

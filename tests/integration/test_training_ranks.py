@@ -178,7 +178,7 @@ def losses_of(folder: Path, world: int) -> list[dict[int, set[str]]]:
 @pytest.mark.parametrize(
     ("loader", "kills"),
     [
-        ("own", 3),
+        pytest.param("own", 3, marks=pytest.mark.thorough),
         ("torchdata", 3),
         pytest.param("own", 20, marks=pytest.mark.thorough),
         pytest.param("torchdata", 20, marks=pytest.mark.thorough),
