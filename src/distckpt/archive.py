@@ -32,7 +32,7 @@ from distckpt.retention import LATEST, Saved, kept_steps
 from distckpt.storage import open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from distckpt.config import CheckpointConfig
     from distckpt.storage import Storage
@@ -94,6 +94,8 @@ class Archive:
             self._urls.insert(0, local)
         self._known: list[dict[int, Saved]] = [{} for _ in self._urls]
         """Committed checkpoints of each tier, as far as something was asked of them."""
+        self._empty: list[set[int]] = [set() for _ in self._urls]
+        """Steps of each tier whose directories hold no checkpoint: some servers list those that are gone."""
         self._settled: set[int] = set()
         """Steps in whose directories nothing is to be cleared away."""
         self._cleaner: ThreadPoolExecutor | None = None
@@ -151,15 +153,15 @@ class Archive:
         """Return the steps that are complete anywhere, ascending."""
         return sorted({copy.step for copy in self.copies()})
 
-    def copies(self) -> list[Copy]:
-        """Return all that is complete, the newest step first, and of a step the nearest place."""
-        found = [
-            Copy(step, tier)
-            for tier in range(len(self._urls))
-            for step in self._directories(tier)
-            if self.is_complete(step, tier)
-        ]
-        return sorted(found, key=lambda copy: (-copy.step, copy.tier))
+    def copies(self) -> Iterator[Copy]:
+        """Yield all that is complete, the newest step first, and of a step the nearest place.
+
+        Nothing is asked of a directory before it is its turn.
+        """
+        places = [Copy(step, tier) for tier in range(len(self._urls)) for step in self._directories(tier)]
+        for place in sorted(places, key=lambda copy: (-copy.step, copy.tier)):
+            if self.is_complete(*place):
+                yield place
 
     def find(self, step: int) -> Copy | None:
         """Return the nearest place where a step is complete."""
@@ -193,6 +195,7 @@ class Archive:
             time_s: When it was committed, in seconds since the epoch.
         """
         self._known[0][step] = Saved(step, time_s, metric)
+        self._empty[0].discard(step)
         self._point_to(step, 0)
         self._reclaim(step, save_id, failed)
         if len(self._urls) > 1:
@@ -273,7 +276,10 @@ class Archive:
         known = self._known[tier]
         steps = self._directories(tier)
         for step in steps:
-            if step in known or not self.is_complete(step, tier):
+            if step in known or step in self._empty[tier]:
+                continue
+            if not self.is_complete(step, tier):
+                self._empty[tier].add(step)
                 continue
             details = details_of(self.open(step, tier)) or {}
             known[step] = Saved(step, _number(details.get("time")), _number(details.get("metric")))
@@ -290,6 +296,7 @@ class Archive:
             storage = self.open(step, tier)
             if remove_checkpoint(storage, removal, failed=self._over, idle_s=self._idle_s):
                 self._known[tier].pop(step, None)
+                self._empty[tier].add(step)
                 _LOG.info("removed %s", self.path(step, tier))
         except CheckpointError as error:
             _LOG.warning("%s stays: %s", self.path(step, tier), error)
@@ -331,6 +338,7 @@ class Archive:
             with self._lock:
                 self._uploading = None
         self._known[1][step] = self._known[0][step]
+        self._empty[1].discard(step)
         self._upload_error = None
         self._point_to(step, 1)
         _LOG.info("uploaded %s", self.path(step, 1))

@@ -775,11 +775,15 @@ class Checkpointer:
             residence = attempted.residence
             if error is None:
                 return
-            is_lost = residence is not None and residence.is_lost
+            if residence is not None:
+                _await_arrival(residence)
+            is_lost = residence is not None and (residence.is_lost or not residence.has_arrived())
             self._tell_others(meeting, error, is_final=is_lost)
             if is_lost or not self._is_tried_again(error, meeting, attempt):
                 break
             self._pause(handle, error, attempt)
+            if residence is not None:
+                residence.renew()
             meeting = self._meet(handle)
             attempt += 1
         handle._residence = None  # noqa: SLF001 - one room

@@ -239,6 +239,11 @@ class Residence:
             self.arrived_s = time.monotonic()
         return True
 
+    def renew(self) -> None:
+        """Have what was staged written once more: all has arrived, and no lane is busy with it any more."""
+        self.board.clear()
+        self.board.set_all_ready(self._tag)
+
     def order_after(self) -> None:
         """Make what the caller gives its current streams from now on wait for the late copies."""
         self._main.order_after()
@@ -690,7 +695,7 @@ class Engine:
         tell: Callable[[int, int], None] | None = None,
         check: Callable[[], None] | None = None,
     ) -> Written:
-        """Write what was staged in `residence`, once for each staging, successful or not; see `write`.
+        """Write what was staged in `residence`, once for each staging or `Residence.renew`; see `write`.
 
         Args:
             storage: As for `write`.
@@ -1041,7 +1046,7 @@ class _Run:
         """Write everything."""
         memory = self._memory
         assert memory.plan is not None
-        assert not memory.board.is_stopped, "staged anew after a failure"
+        assert not memory.board.is_stopped, "staged anew, or renewed, after a failure"
         start_s = time.monotonic()
         with self._naming(), observe.span("files.created", save_id=self._save_id, rank=self._rank):
             self._names, self._tokens = self._engine.create_files(

@@ -437,3 +437,39 @@ def test_a_restore_while_retention_removes_older_ones(tmp_path: Path) -> None:
             is_over.set()
             thread.join(20)
     assert not failures, failures[0]
+
+
+@pytest.mark.parametrize("is_incremental", [False, True])
+def test_a_worker_that_dies_costs_an_attempt(tmp_path: Path, is_incremental: bool) -> None:
+    """In the midst of writing: what was staged is written once more, by new workers."""
+    killed: list[int] = []
+    state = {"t": torch.arange(6_000_000, dtype=torch.float32), "step": 0}
+    with Checkpointer(
+        tmp_path,
+        async_save=True,
+        dist_ckpt_workers=2,
+        ckpt_on_failure="retry",
+        ckpt_incremental=is_incremental,
+        ckpt_host_memory="128MiB",
+        log_level="error",
+    ) as checkpointer:
+        checkpointer.save(0, state).result(30)
+
+        def kill(event: observe.Event) -> None:
+            if event.name == "lanes.awaited" and len(killed) < 2:
+                killed.append(checkpointer._engine.lanes.pids[0])
+                os.kill(killed[-1], signal.SIGKILL)
+
+        end = observe.subscribe(kill)
+        try:
+            state["t"] += 1
+            handle = checkpointer.save(1, state)
+            state["t"] += 1
+            handle.result(30)
+        finally:
+            end()
+    assert len(killed) == 2
+    found: dict[str, Any] = {"t": torch.zeros_like(state["t"]), "step": None}
+    with Checkpointer(tmp_path, log_level="error") as checkpointer:
+        assert checkpointer.restore(found) == 1
+    assert torch.equal(found["t"], state["t"] - 1)
