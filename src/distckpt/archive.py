@@ -16,11 +16,13 @@ Threads: the caller's; one that removes, and one that uploads, of its own. Torch
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import threading
 import uuid
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +30,7 @@ from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint
 from distckpt.errors import CheckpointError
 from distckpt.manifest import METADATA
 from distckpt.mirror import mirror
-from distckpt.retention import LATEST, Saved, kept_steps
+from distckpt.retention import LATEST, Saved, committed_at, kept_steps
 from distckpt.storage import open_storage
 
 if TYPE_CHECKING:
@@ -103,6 +105,10 @@ class Archive:
         self._lock = threading.Lock()
         self._uploading: int | None = None
         self._stop = threading.Event()
+        self._going: set[int] = set()
+        """Local steps that are removed."""
+        self._dropped: deque[int] = deque()
+        """Those of them that were not uploaded."""
         self._upload_error: CheckpointError | None = None
         self._over: set[str] = set()
         """Ids of removals, and of saves that are not uploaded any more."""
@@ -154,21 +160,38 @@ class Archive:
         return sorted({copy.step for copy in self.copies()})
 
     def copies(self) -> Iterator[Copy]:
-        """Yield all that is complete, the newest step first, and of a step the nearest place.
+        """Yield all that is complete, the newest step first, and of a step the place of `find` first.
 
         Nothing is asked of a directory before it is its turn.
         """
-        places = [Copy(step, tier) for tier in range(len(self._urls)) for step in self._directories(tier)]
-        for place in sorted(places, key=lambda copy: (-copy.step, copy.tier)):
-            if self.is_complete(*place):
-                yield place
+        steps = {step for tier in range(len(self._urls)) for step in self._directories(tier)}
+        for step in sorted(steps, reverse=True):
+            yield from self._places(step)
 
-    def find(self, step: int) -> Copy | None:
-        """Return the nearest place where a step is complete."""
-        for tier in range(len(self._urls)):
-            if self.is_complete(step, tier):
-                return Copy(step, tier)
-        return None
+    def find(self, step: int, leave_out: Collection[Copy] = ()) -> Copy | None:
+        """Return where a step is complete: in the place of the later save, and of one save in the nearest.
+
+        Args:
+            step: The step.
+            leave_out: Places that are no use.
+        """
+        return next((place for place in self._places(step) if place not in leave_out), None)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether a step may be complete in more than one place."""
+        return len(self._urls) > 1
+
+    def _places(self, step: int) -> list[Copy]:
+        places = [Copy(step, tier) for tier in range(len(self._urls)) if self.is_complete(step, tier)]
+        if len(places) > 1:
+            times = {place: self._details(place).time_s or 0.0 for place in places}
+            places.sort(key=lambda place: (-times[place], place.tier))
+        return places
+
+    def _details(self, place: Copy) -> Saved:
+        details = details_of(self.open(*place)) or {}
+        return Saved(place.step, _number(details.get("time")), _number(details.get("metric")))
 
     def is_complete(self, step: int, tier: int = 0) -> bool:
         """Say whether a step is complete in a tier."""
@@ -198,11 +221,12 @@ class Archive:
         self._empty[0].discard(step)
         self._point_to(step, 0)
         self._reclaim(step, save_id, failed)
+        if self._cleaner is None:
+            self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="distckpt-retention")
         if len(self._urls) > 1:
+            _submit(self._cleaner, self._trim)
             self.upload()
         elif self._config.has_retention:
-            if self._cleaner is None:
-                self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="distckpt-retention")
             _submit(self._cleaner, self._retain, 0)
 
     def upload(self) -> None:
@@ -226,6 +250,10 @@ class Archive:
         error, self._upload_error = self._upload_error, None
         if error is not None:
             raise error
+
+    def stop(self) -> None:
+        """Have uploads end soon; the next process goes on with them."""
+        self._stop.set()
 
     def _point_to(self, step: int, tier: int) -> None:
         """Have the file `latest` name a step that is committed, unless a newer one is."""
@@ -268,8 +296,10 @@ class Archive:
         except CheckpointError as error:
             _LOG.warning("no checkpoint is removed: %s", error)
             return
-        for step in sorted({one.step for one in saved} - kept_steps(saved, self._config)):
-            self._remove(step, tier)
+        kept = kept_steps(saved, self._config)
+        for one in sorted(saved, key=lambda one: one.step):
+            if one.step not in kept:
+                self._remove(one, tier)
 
     def _saved(self, tier: int) -> list[Saved]:
         """Return the committed checkpoints of a tier, with what retention goes by."""
@@ -281,14 +311,16 @@ class Archive:
             if not self.is_complete(step, tier):
                 self._empty[tier].add(step)
                 continue
-            details = details_of(self.open(step, tier)) or {}
-            known[step] = Saved(step, _number(details.get("time")), _number(details.get("metric")))
+            known[step] = self._details(Copy(step, tier))
         for gone in set(known) - set(steps):
             known.pop(gone, None)
         return list(known.values())
 
-    def _remove(self, step: int, tier: int) -> None:
-        if tier == 0 and step in self._under_way():
+    def _remove(self, one: Saved, tier: int) -> None:
+        """Remove a checkpoint, unless its step was saved again since it was chosen."""
+        step = one.step
+        # In this order: a save is under way until what is known of its step was replaced.
+        if tier == 0 and (step in self._under_way() or self._known[0].get(step) is not one):
             return
         removal = uuid.uuid4().hex
         self._over.add(removal)
@@ -306,10 +338,12 @@ class Archive:
         while not self._stop.is_set():
             try:
                 step = self._next_upload()
-                self._trim()
                 if step is None:
+                    self._upload_error = None
                     return
                 self._upload(step)
+                self._clear_up()
+                self._trim()
             except CheckpointError as error:
                 _LOG.error("the upload to %s failed: %s", self._urls[1], error)
                 self._upload_error = error
@@ -323,13 +357,21 @@ class Archive:
         """Return the newest step that is to be uploaded; it is not removed here until it is."""
         here, there = self._saved(0), self._saved(1)
         kept = kept_steps([*{one.step: one for one in (*there, *here)}.values()], self._config)
-        missing = {one.step for one in here} - {one.step for one in there}
-        step = max(missing & kept, default=None)
+        uploaded = {one.step: one for one in there}
+        # Older ones are about to go.
+        newest = sorted(here, key=committed_at)[-self._config.ckpt_local_keep :]
+        missing = {one.step for one in newest if _is_newer(one, uploaded.get(one.step))}
         with self._lock:
+            left = [one.step for one in newest if one.step in missing & kept and one.step not in self._going]
+            # What was committed last comes first.
+            step = left[-1] if left else None
             self._uploading = step
         return step
 
     def _upload(self, step: int) -> None:
+        saved = self._known[0].get(step)
+        if saved is None:
+            return
         try:
             mirror(self.open(step, 0), self.open(step, 1), stop=self._stop, timeout_s=self._timeout_s)
             if self._stop.is_set():
@@ -337,7 +379,8 @@ class Archive:
         finally:
             with self._lock:
                 self._uploading = None
-        self._known[1][step] = self._known[0][step]
+        # As it was before: it may have been saved again meanwhile.
+        self._known[1][step] = saved
         self._empty[1].discard(step)
         self._upload_error = None
         self._point_to(step, 1)
@@ -347,24 +390,39 @@ class Archive:
 
     def _trim(self) -> None:
         """Remove the oldest local checkpoints, so that no more stay than are to."""
-        there = {one.step for one in self._saved(1)}
-        here = sorted(one.step for one in self._saved(0))
-        for step in here[: -self._config.ckpt_local_keep]:
+        try:
+            saved = {one.step: one for one in self._saved(0)}
+        except CheckpointError as error:
+            _LOG.warning("no local checkpoint is removed: %s", error)
+            return
+        # A run that went back has saved lower steps last.
+        ordered = sorted(saved.values(), key=committed_at)
+        newest = max(saved, default=None)
+        for one in ordered[: -self._config.ckpt_local_keep]:
+            step = one.step
             with self._lock:
-                if step == self._uploading:
+                if step in (self._uploading, newest) or step in self._going:
                     continue
-            if step not in there:
+                self._going.add(step)
+            if _is_newer(one, self._known[1].get(step)):
                 _LOG.warning(
                     "step %d is removed from %s before it was uploaded: saves come faster than uploads "
                     "(--ckpt-local-keep)",
                     step,
                     self._urls[0],
                 )
-                self._over.add(str(committed_by(self.open(step))))
-            self._remove(step, 0)
-            if step not in there:
-                # What of it was uploaded before.
-                reclaim(self.open(step, 1), uuid.uuid4().hex, failed=self._over, idle_s=self._idle_s)
+                with contextlib.suppress(CheckpointError):
+                    self._over.add(str(committed_by(self.open(step))))
+                self._dropped.append(step)
+            self._remove(one, 0)
+            with self._lock:
+                self._going.discard(step)
+
+    def _clear_up(self) -> None:
+        """Remove at the root what was uploaded of steps that will not be any more."""
+        while self._dropped:
+            step = self._dropped.popleft()
+            reclaim(self.open(step, 1), uuid.uuid4().hex, failed=self._over, idle_s=self._idle_s)
 
 
 def _submit(pool: ThreadPoolExecutor, function: Callable[..., None], *args: Any) -> None:
@@ -373,6 +431,11 @@ def _submit(pool: ThreadPoolExecutor, function: Callable[..., None], *args: Any)
         pool.submit(function, *args)
     except RuntimeError:
         function(*args)
+
+
+def _is_newer(one: Saved, other: Saved | None) -> bool:
+    """Say whether a checkpoint is of a later save than that of the same step elsewhere."""
+    return other is None or (one.time_s or 0.0) > (other.time_s or 0.0)
 
 
 def _number(value: object) -> float | None:

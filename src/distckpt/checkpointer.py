@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import operator
 import os
 import signal
 import threading
@@ -28,6 +29,7 @@ import time
 import uuid
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,7 +69,7 @@ from distckpt.signature import View, local_tensors
 from distckpt.stateful import Gathered, PerRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch.optim import Optimizer
     from typing_extensions import Self
@@ -126,7 +128,7 @@ class Checkpointer:
         self._is_alone = len(self._coordinator.ranks) == 1
         self._name = str(_count(self._coordinator))
         self._num_saves: Counter[int] = Counter()
-        self._num_restores = 0
+        self._num_restores = self._num_handles = 0
         self._common: Common | None = None
         """What the participants have in common, once it is known, as far as this rank has a part in it."""
         self._found: Common | None = None
@@ -134,6 +136,7 @@ class Checkpointer:
         self._trusts_meshes = True
         self._meeting: Meeting | None = None
         """That of the last save that has begun."""
+        self._meet_lock = threading.Lock()
         self._over: list[Meeting] = []
         """Those that have ended and not been forgotten; on the first rank."""
         self._num_changes = self._wait_saves = 0
@@ -190,6 +193,8 @@ class Checkpointer:
         Raises:
             CheckpointError: As `close`, unless something else is raised already.
         """
+        if exc_type is not None:
+            self._archive.stop()
         try:
             self.close()
         except CheckpointError:
@@ -243,8 +248,9 @@ class Checkpointer:
         """
         started = time.monotonic()
         self._check_open()
-        if step < 0:
-            raise ConfigError(f"step: expected a number from 0, got {step}")
+        step = _step_number(step)
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"state: expected a mapping, got {type(state).__name__}")
         if metric is not None:
             try:
                 metric = float(metric)
@@ -256,17 +262,18 @@ class Checkpointer:
         unheard, self._unheard = self._unheard, None
         if unheard is not None:
             raise unheard
-        handle = SaveHandle(step, self._path(step), metric)
+        self._num_handles += 1
+        handle = SaveHandle(step, self._path(step), metric, number=self._num_handles)
         if not self._await_turn(handle):
             return handle
-        self._handles = [*(one for one in self._handles if not one.committed), handle]
+        self._handles = [*(one for one in self._handles if not self._is_forgotten(one)), handle]
         meeting = self._meet(handle)
         try:
             # Not inference tensors, whoever calls: what is kept for the next save could not be used by it.
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._begin(handle, self._gather(state).values, meeting, started)
         except BaseException as error:
-            self._handles.remove(handle)
+            self._handles = [one for one in self._handles if one is not handle]
             self._tell_others(meeting, error)
             if self._report(handle, error):
                 handle.blocked_s = time.monotonic() - started
@@ -310,6 +317,12 @@ class Checkpointer:
         if _RNG in state:
             raise ConfigError(f"the state has an entry {_RNG!r}, which is where load_rng keeps its own")
 
+    def _is_forgotten(self, handle: SaveHandle) -> bool:
+        """Say whether nothing of a save is of interest any more."""
+        if self._config.ckpt_on_failure == "warn":
+            return handle._future.done()  # noqa: SLF001 - one room
+        return bool(handle.committed)
+
     def _steps_under_way(self) -> set[int]:
         return {handle.step for handle in self._handles if not handle._future.done()}  # noqa: SLF001
 
@@ -330,7 +343,8 @@ class Checkpointer:
                 name = f"{self._name}.turn.{self._num_turns}"
                 if self._is_first:
                     tell(self._coordinator, name, f"{handle.step} {is_busy:d}")
-                    self._turns.append((handle, f"{name}.0"))
+                    with self._meet_lock:
+                        self._turns.append((handle, f"{name}.0"))
                 else:
                     heard = hear(self._coordinator, name, [0], timeout_s=self._timeout_s, doing="save")
                     step, _, told = heard[0].partition(" ")
@@ -357,15 +371,18 @@ class Checkpointer:
     def _meet(self, handle: SaveHandle) -> Meeting:
         """Return where the ranks hear of each other in one attempt at a save."""
         # The same on all ranks that save this step, whatever steps one of them has left out.
-        self._num_saves[handle.step] += 1
-        self._meeting = Meeting(
-            self._coordinator,
-            f"{self._name}.{handle.step}.{self._num_saves[handle.step]}",
-            timeout_s=self._timeout_s,
-            where=handle.path,
-            before=self._meeting,
-        )
-        return self._meeting
+        with self._meet_lock:
+            # The trainer begins a save while another one is tried again.
+            self._num_saves[handle.step] += 1
+            meeting = self._meeting = Meeting(
+                self._coordinator,
+                f"{self._name}.{handle.step}.{self._num_saves[handle.step]}",
+                timeout_s=self._timeout_s,
+                where=handle.path,
+                before=self._meeting,
+                number=handle.number,
+            )
+        return meeting
 
     def _begin(self, handle: SaveHandle, state: Mapping[str, Any], meeting: Meeting, started: float) -> None:
         """Stage `state`, and have it written; or write it, if the budget does not hold it."""
@@ -437,7 +454,8 @@ class Checkpointer:
     def restore(self, state: dict[str, Any], step: int | str | None = "latest") -> int | None:
         """Load a checkpoint into `state`.
 
-        If the latest is damaged, the one before it is loaded, and so on; the log says so.
+        If the latest is damaged, the one before it is loaded, and so on; the log says so. Of a step that is
+        complete in two tiers, the other one is loaded then.
 
         Args:
             state: Nested containers, as for `save`; tensors are filled in place, objects are replaced, and
@@ -465,6 +483,8 @@ class Checkpointer:
     def _restore(self, state: dict[str, Any], step: int | str | None) -> int | None:
         damaged: list[Copy] = []
         first_error: CheckpointError | None = None
+        is_latest = step in (None, "latest")
+        may_go_on = is_latest or self._archive.has_tiers
         while True:
             found = self._find_for_all(step, damaged)
             if found is None:
@@ -475,7 +495,7 @@ class Checkpointer:
                 error = self._load(state, found)
             except Exception as foreign:
                 # Of an object of the state: the others need not wait for this rank.
-                if step in (None, "latest") and not self._is_alone:
+                if may_go_on and not self._is_alone:
                     with contextlib.suppress(CheckpointError):
                         tell(
                             self._coordinator,
@@ -483,13 +503,13 @@ class Checkpointer:
                             f"failed: {type(foreign).__name__}: {foreign}",
                         )
                 raise
-            if step not in (None, "latest"):
-                if error is not None:
-                    raise error
-                return found.step
-            outcome = self._outcome_for_all(error)
+            outcome = self._outcome_for_all(error) if may_go_on else error
             if outcome is None:
+                if not is_latest:
+                    self._warn_of_later(found.step)
                 return found.step
+            if not may_go_on:
+                raise outcome
             if not isinstance(outcome, IntegrityError):
                 raise outcome
             first_error = first_error or outcome
@@ -497,6 +517,20 @@ class Checkpointer:
             _LOG.warning(
                 "%s is damaged, and the next older checkpoint is tried: %s", self._where(found), outcome
             )
+
+    def _warn_of_later(self, step: int) -> None:
+        """Say that there are later checkpoints, which the next restore of the latest finds."""
+        if not self._is_first:
+            return
+        with contextlib.suppress(CheckpointError):
+            latest = next((copy.step for copy in self._archive.copies()), step)
+            if latest > step:
+                _LOG.warning(
+                    "step %d is restored, and there is a step %d: unless later ones are removed, the next "
+                    "restore of the latest goes on from there",
+                    step,
+                    latest,
+                )
 
     def _where(self, copy: Copy) -> str:
         return self._archive.path(copy.step, copy.tier)
@@ -592,7 +626,9 @@ class Checkpointer:
             return next((copy for copy in self._archive.copies() if copy not in leave_out), None)
         if isinstance(step, bool) or not str(step).isdecimal():
             raise ConfigError(f"step: expected a number from 0, or 'latest', got {step!r}")
-        found = self._archive.find(int(step))
+        found = self._archive.find(int(step), leave_out)
+        if found is None and leave_out:
+            return None
         if found is None:
             raise CheckpointError(f"{self._path(int(step))} holds no complete checkpoint")
         return found
@@ -661,8 +697,6 @@ class Checkpointer:
         if self._ended or os.getpid() != self._owner_pid:
             return
         self._closed = True
-        if self._preemption is not None:
-            self._preemption.close()
         self._thread.shutdown(wait=True)
         self._late.clear()
         self._forget_plan()
@@ -673,6 +707,10 @@ class Checkpointer:
             self._archive.close()
         except CheckpointError as error:
             upload_error = error
+        finally:
+            if self._preemption is not None:
+                # Not before: the first signal may come during the last save, of which another rank has told.
+                self._preemption.close()
         for handle in self._handles:
             failure = None if handle._is_asked else handle._future.exception(0)  # noqa: SLF001 - one room
             if failure is not None and not self._bears(failure):
@@ -1014,19 +1052,23 @@ class Checkpointer:
                 # It is, and the others will see that.
                 _LOG.warning("the other ranks could not be told that %s is committed: %s", handle.path, error)
             self._learn(planned, facts)
-            for over in self._over:
-                # All have heard how it ended: they have written since.
+            with self._meet_lock:
+                # All have heard how these ended: they have written since. One that was begun after this save
+                # may have failed already, which nobody has heard.
+                heard = [over for over in self._over if over.number <= meeting.number]
+                self._over = [meeting, *(over for over in self._over if over.number > meeting.number)]
+            for over in heard:
                 over.forget()
-            self._over = [meeting]
             self._forget_turns(handle)
         self._archive.take(handle.step, save_id, self._failed, handle.metric, details["time"])
 
     def _forget_turns(self, handle: SaveHandle) -> None:
         """Forget what was said of turns until this save: all ranks have entered it, and so heard that."""
-        known = [turn for turn, _ in self._turns]
-        if handle in known:
-            at = known.index(handle) + 1
+        with self._meet_lock:
+            known = [turn for turn, _ in self._turns]
+            at = known.index(handle) + 1 if handle in known else 0
             told, self._turns = [key for _, key in self._turns[:at]], self._turns[at:]
+        if told:
             with contextlib.suppress(CheckpointError):
                 self._coordinator.forget(told)
 
@@ -1068,7 +1110,8 @@ class Checkpointer:
             self._num_changes += 1
             self._wait_saves = 2 ** min(self._num_changes, _MOST_DOUBLINGS) - 2
         if self._is_first:
-            self._over.append(meeting)
+            with self._meet_lock:
+                self._over.append(meeting)
         differ = isinstance(error, ReplicasDiffer) or bool(meeting.outcome.facts.get("differ"))
         self._trusts_meshes &= not differ
         missing = list(error.ranks or ()) if isinstance(error, MissingRanks) else []
@@ -1151,6 +1194,19 @@ def _is_final(error: BaseException) -> bool:
     return not isinstance(error, CheckpointError) or isinstance(
         error, (StagingError, StateChanged, ReplicasDiffer, ConfigError, Overtaken, MissingRanks)
     )
+
+
+def _step_number(step: object) -> int:
+    """Return a step as it was given.
+
+    Raises:
+        ConfigError: It is no number from 0.
+    """
+    with contextlib.suppress(TypeError):
+        number = operator.index(step)  # type: ignore[arg-type]
+        if number >= 0 and not isinstance(step, bool):
+            return number
+    raise ConfigError(f"step: expected a number from 0, got {step!r}")
 
 
 def _cause_of(error: CheckpointException, path: str, rank: int) -> CheckpointError:

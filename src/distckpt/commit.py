@@ -444,9 +444,10 @@ def remove_checkpoint(
         # A save is on its way to replace it.
         return False
     claimed = claim(storage, save_id)
-    # Before anything else, whatever the order in which it was found.
-    storage.delete(METADATA)
     try:
+        claimed.check(storage)
+        # Before anything else, whatever the order in which it was found.
+        storage.delete(METADATA)
         _remove(
             storage, claimed.found, "is removed", claimed.unfinished, check=lambda: claimed.check(storage)
         )

@@ -64,8 +64,9 @@ class SaveHandle:
         written_bytes: With `ckpt_incremental`, bytes of the files that this rank has written, once committed.
     """
 
-    def __init__(self, step: int, path: str, metric: float | None = None) -> None:
+    def __init__(self, step: int, path: str, metric: float | None = None, *, number: int = 0) -> None:
         self.step = step
+        self.number = number
         self.path = path
         self.metric = metric
         self.is_skipped = False

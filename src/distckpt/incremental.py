@@ -10,7 +10,7 @@ count (docs/adr/0027).
 
 Invariants:
     * A checkpoint holds all its files; what becomes of an earlier one does not matter to it.
-    * A file is never taken for another: names are unique for each save, and so are files.
+    * A file is never taken for another: names are unique for each save, and links have those of the new one.
     * A file of which less than half is still of use is not carried on: its items are written again.
 
 Threads: the one that writes. For each item, it holds the interpreter for about a microsecond.
@@ -46,6 +46,8 @@ __all__ = ["Increment", "Increments", "is_possible"]
 _LOG = logging.getLogger(__name__)
 _LEAST_USE = 0.5
 """Of the bytes of a file, for it to be carried on."""
+_FIRST_LINK = 100_000
+"""Number of a rank's first file that it has not written itself: above those of any that it writes."""
 _POLL_S = 0.002
 
 Key = tuple[str, tuple[int, ...] | None]
@@ -172,8 +174,11 @@ class Increments:
         with observe.span("items.compared", save_id=save_id, rank=rank):
             digests = [memory.digest(item) for item in range(len(plan.keys))]
             same = self._same(plan.keys, memory.sizes, digests)
-        if same and not self._link(storage, {place.file for place in same.values()}):
-            same = {}
+        linked: dict[str, str] = {}
+        if same:
+            image_name = functools.partial(_link_name, engine, save_id, rank)
+            linked = self._link(storage, {place.file for place in same.values()}, image_name)
+            same = same if linked else {}
         if not same:
             written: Written | None = engine.write_staged(storage, save_id, rank, residence, tell)
             changed = list(range(len(plan.keys)))
@@ -181,7 +186,7 @@ class Increments:
             changed = [item for item in range(len(plan.keys)) if item not in same]
             items = [memory.item(item) for item in changed]
             written = engine.write(storage, save_id, rank, items, tell)
-        return self._describe(plan, memory.sizes, digests, same, written, changed)
+        return self._describe(plan, memory.sizes, digests, same, linked, written, changed)
 
     def _same(self, keys: Sequence[Key], sizes: Sequence[int], digests: Sequence[bytes]) -> dict[int, _Place]:
         """Return, by number, where items lie that are as they were, in files that are worth keeping."""
@@ -195,22 +200,25 @@ class Increments:
         kept = {name for name, nbytes in used.items() if nbytes >= _LEAST_USE * self._files[name].nbytes}
         return {item: place for item, place in same.items() if place.file in kept}
 
-    def _link(self, storage: Storage, names: set[str]) -> bool:
-        """Have `storage` share files of the last checkpoint; False if that cannot be: all is written then."""
+    def _link(self, storage: Storage, names: set[str], name_of: Callable[[int], str]) -> dict[str, str]:
+        """Have `storage` share files of the last checkpoint, under names of this save.
+
+        Returns:
+            The new names by the old ones; none if that cannot be: all is written then.
+        """
         assert self._step is not None, "nothing is as it was without a checkpoint"
         source = self._open_step(self._step)
-        if source.url == storage.url:
-            return True
+        linked = {name: name_of(number) for number, name in enumerate(sorted(names))}
         try:
             storage.prepare()
-            for name in sorted(names):
-                storage.link(name, source, self._files[name].nbytes)  # type: ignore[attr-defined]
+            for name, own in linked.items():
+                storage.link(own, source, name, self._files[name].nbytes)  # type: ignore[attr-defined]
         except CheckpointError as error:
             _LOG.warning(
                 "%s shares nothing with %s, and all of it is written: %s", storage.url, source.url, error
             )
-            return False
-        return True
+            return {}
+        return linked
 
     def _describe(
         self,
@@ -218,6 +226,7 @@ class Increments:
         sizes: Sequence[int],
         digests: Sequence[bytes],
         same: dict[int, _Place],
+        linked: dict[str, str],
         written: Written | None,
         changed: Sequence[int],
     ) -> Increment:
@@ -233,11 +242,11 @@ class Increments:
             for number, (name, nbytes) in enumerate(written.files.items()):
                 files[name] = _File(nbytes, packed[number], frozenset(extents[number]))
         written_bytes = sum(file.nbytes for file in files.values())
-        for name in sorted({place.file for place in same.values()}):
-            files[name] = self._files[name]
+        for name, own in linked.items():
+            files[own] = self._files[name]
         numbers = {name: number for number, name in enumerate(files)}
         for item, place in same.items():
-            item_files[item], offsets[item] = numbers[place.file], place.offset
+            item_files[item], offsets[item] = numbers[linked[place.file]], place.offset
         names = tuple(files)
         used = set(zip(item_files, offsets, strict=True))
         unused = [
@@ -268,6 +277,11 @@ class Increments:
             places,
             files,
         )
+
+
+def _link_name(engine: Engine, save_id: str, rank: int, number: int) -> str:
+    number += _FIRST_LINK
+    return engine.format.image_name(rank, number, number + 1, save_id)
 
 
 class _Memory:

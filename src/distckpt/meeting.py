@@ -87,7 +87,9 @@ class Meeting:
         timeout_s: float,
         where: str,
         before: Meeting | None = None,
+        number: int = 0,
     ) -> None:
+        self.number = number
         self._coordinator = coordinator
         self._rank = coordinator.rank
         self.keys = [f"{name}.{rank}" for rank in range(len(coordinator.ranks))]

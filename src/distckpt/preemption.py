@@ -53,7 +53,7 @@ class Preemption:
         self._name = name
         self._is_alone = len(coordinator.ranks) == 1
         self._got: signal.Signals | None = None
-        self._has_told = False
+        self._has_told = self._has_warned = False
         self._last_step: int | None = None
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is not threading.main_thread():
@@ -70,8 +70,10 @@ class Preemption:
         before = self._before.get(received)
         is_second = self._got is not None
         self._got = received
-        if callable(before):
+        if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+        elif is_second and before is signal.default_int_handler:
+            raise KeyboardInterrupt
         elif is_second and before is signal.SIG_DFL:
             signal.signal(received, signal.SIG_DFL)
             signal.raise_signal(received)
@@ -88,7 +90,10 @@ class Preemption:
             try:
                 self._agree(step)
             except CheckpointError as error:
-                _LOG.warning("of the end of the job nothing can be told or heard: %s", error)
+                # Once: this is asked at every step.
+                level = logging.DEBUG if self._has_warned else logging.WARNING
+                _LOG.log(level, "of the end of the job nothing can be told or heard: %s", error)
+                self._has_warned = True
         return self._last_step is not None and step >= self._last_step
 
     def _agree(self, step: int) -> None:

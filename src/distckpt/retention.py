@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from distckpt.config import CheckpointConfig
 
-__all__ = ["LATEST", "Saved", "kept_steps"]
+__all__ = ["LATEST", "Saved", "committed_at", "kept_steps"]
 
 LATEST = "latest"
 """A file with the name of the latest step's directory, for people and scripts; nothing here trusts it."""
@@ -52,7 +52,7 @@ def kept_steps(saved: Collection[Saved], config: CheckpointConfig) -> set[int]:
     if not config.has_retention:
         return set(steps)
     kept = set(steps[-(config.keep_last or 1) :])
-    kept |= {one.step for one in [max(saved, key=_committed_at, default=None)] if one is not None}
+    kept |= {one.step for one in [max(saved, key=committed_at, default=None)] if one is not None}
     if config.keep_every is not None:
         kept |= {step for step in steps if step % config.keep_every == 0}
     if config.keep_best is not None:
@@ -62,7 +62,8 @@ def kept_steps(saved: Collection[Saved], config: CheckpointConfig) -> set[int]:
     return kept
 
 
-def _committed_at(one: Saved) -> tuple[float, int]:
+def committed_at(one: Saved) -> tuple[float, int]:
+    """Return what orders checkpoints by when they were committed."""
     return (-1.0 if one.time_s is None else one.time_s), one.step
 
 

@@ -34,6 +34,7 @@ __all__ = ["Gathered", "PerRank", "name_of"]
 
 _LOG = logging.getLogger(__name__)
 _PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, type(None)}
+_STATE, _GENERATOR = "distckpt.state", "distckpt.generator"
 _HEAD_BYTES = 8
 _ROOM_BYTES = 4096
 """The tensor of a `PerRank` is a multiple of it."""
@@ -65,7 +66,13 @@ class PerRank:
             rank: This rank.
         """
         buffer = io.BytesIO()
-        torch.save(self._wrapped.state_dict(), buffer)
+        state = self._wrapped.state_dict()
+        generator = _generator_of(self._wrapped)
+        if generator is not None:
+            # torchdata saves where the pass under way began, not where the generator is: the next pass would
+            # have another order.
+            state = {_STATE: state, _GENERATOR: generator.get_state()}
+        torch.save(state, buffer)
         data = buffer.getbuffer()
         needed = _HEAD_BYTES + data.nbytes
         if self._memory.numel() < needed:
@@ -105,15 +112,27 @@ class PerRank:
             raise CheckpointError(
                 f"the state of a {type(self._wrapped).__name__} cannot be read: {error}"
             ) from error
+        drawn = None
+        if _is_loader(self._wrapped) and isinstance(state, dict) and _GENERATOR in state:
+            state, drawn = state[_STATE], state[_GENERATOR]
         self._wrapped.load_state_dict(state)
         if _is_loader(self._wrapped):
             # Has it begin its pass over the data, for which it draws a random number: the run that was saved
             # had drawn it, and the generators are set after this.
             self._wrapped.state_dict()
+            generator = _generator_of(self._wrapped)
+            if generator is not None and drawn is not None:
+                generator.set_state(drawn)
 
 
 def _is_loader(entry: Any) -> bool:
-    return type(entry).__module__.startswith("torchdata.")
+    return any(one.__module__.startswith("torchdata.") for one in type(entry).__mro__)
+
+
+def _generator_of(entry: Any) -> torch.Generator | None:
+    """Return the generator that a data loader was given for itself."""
+    found = getattr(entry, "generator", None) if _is_loader(entry) else None
+    return found if isinstance(found, torch.Generator) else None
 
 
 def name_of(rank: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from distckpt import Checkpointer, CheckpointError, observe
+from distckpt import Checkpointer, CheckpointError, archive, commit, observe
 from faults.checkpoints import say, wait_until
 from faults.programs import Child, Programs
 
@@ -443,7 +443,7 @@ def test_a_restore_while_retention_removes_older_ones(tmp_path: Path) -> None:
 def test_a_worker_that_dies_costs_an_attempt(tmp_path: Path, is_incremental: bool) -> None:
     """In the midst of writing: what was staged is written once more, by new workers."""
     killed: list[int] = []
-    state = {"t": torch.arange(6_000_000, dtype=torch.float32), "step": 0}
+    state: dict[str, Any] = {"t": torch.arange(6_000_000, dtype=torch.float32), "step": 0}
     with Checkpointer(
         tmp_path,
         async_save=True,
@@ -473,3 +473,46 @@ def test_a_worker_that_dies_costs_an_attempt(tmp_path: Path, is_incremental: boo
     with Checkpointer(tmp_path, log_level="error") as checkpointer:
         assert checkpointer.restore(found) == 1
     assert torch.equal(found["t"], state["t"] - 1)
+
+
+def small_state(value: int) -> dict[str, Any]:
+    return {"t": torch.full((1000,), float(value)), "step": value}
+
+
+@pytest.mark.parametrize("moment", ["before its turn", "after its claim"])
+def test_a_step_that_is_saved_again_while_retention_is_about_to_remove_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """What was committed last stays, whatever was decided before."""
+    reached, go_on = threading.Event(), threading.Event()
+    remover = archive.Archive._remove
+    finder = commit._find_records
+
+    def is_here() -> bool:
+        return threading.current_thread().name.startswith("distckpt-retention")
+
+    def remove(self: archive.Archive, one: Any, tier: int) -> None:
+        if moment == "before its turn" and one.step == 1:
+            reached.set()
+            go_on.wait(20)
+        remover(self, one, tier)
+
+    def find(storage: Any, rank: int | None) -> list[str]:
+        found = finder(storage, rank)
+        if moment == "after its claim" and storage.url.endswith("1") and is_here():
+            reached.set()
+            go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(archive.Archive, "_remove", remove)
+    monkeypatch.setattr(commit, "_find_records", find)
+    with Checkpointer(tmp_path, keep_last=2, log_level="error") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, small_state(step))
+        assert reached.wait(20)
+        checkpointer.save(1, small_state(11))
+        go_on.set()
+    found = small_state(0)
+    with Checkpointer(tmp_path, log_level="error") as checkpointer:
+        assert checkpointer.restore(found, 1) == 1
+    assert found["step"] == 11

@@ -159,13 +159,20 @@ def test_the_same_step_again_and_a_failure_between(tmp_path: Path) -> None:
     assert_same(read_with_torch(step_path(tmp_path, 2)), lora(9))
 
 
+def test_the_directory_of_the_last_checkpoint_is_gone_when_it_is_saved_again(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, ckpt_incremental=True) as checkpointer:
+        checkpointer.save(0, lora(0))
+        shutil.rmtree(step_path(tmp_path, 0))
+        checkpointer.save(0, lora(1))
+    assert_same(read_with_torch(step_path(tmp_path, 0)), lora(1))
+
+
 def test_damage_is_found_in_what_is_shared(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, ckpt_incremental=True) as checkpointer:
         for step in range(2):
             checkpointer.save(step, lora(step))
-    [shared] = [
-        name for name in images_of(step_path(tmp_path, 0)) if (step_path(tmp_path, 1) / name).exists()
-    ]
+    inodes = images_of(step_path(tmp_path, 0)).values()
+    [shared] = [name for name, inode in images_of(step_path(tmp_path, 1)).items() if inode in inodes]
     path = step_path(tmp_path, 1) / shared
     descriptor = os.open(path, os.O_RDWR)
     os.pwrite(descriptor, b"\x55" * 64, path.stat().st_size // 2 + 300_000)

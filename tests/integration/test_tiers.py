@@ -54,22 +54,25 @@ def test_restore_takes_the_nearest(tmp_path: Path, caplog: pytest.LogCaptureFixt
         for step in range(2):
             checkpointer.save(step, state_of(step))
     [here] = local.glob("*")
-    # Another value there: what is restored says from where.
-    shutil.rmtree(step_path(root, 1))
-    with Checkpointer(root) as other:
-        other.save(1, state_of(7))
     found = state_of(9)
     with Checkpointer(root, ckpt_local_dir=str(local)) as checkpointer:
+        # What lies there cannot be read: it comes from here.
+        [image] = step_path(root, 1).glob("*.distcp*")
+        whole = image.read_bytes()
+        image.write_bytes(b"")
         assert checkpointer.restore(found) == 1
         assert_same(found, state_of(1))
+        image.write_bytes(whole)
         [image] = step_path(here, 1).glob("*.distcp*")
-        damaged = bytearray(image.read_bytes())
-        damaged[600_000:600_064] = bytes(64)
-        image.write_bytes(damaged)
+        image.write_bytes(b"")
+        found = state_of(9)
         with caplog.at_level(logging.WARNING):
             assert checkpointer.restore(found) == 1
         assert "is damaged, and the next older" in caplog.text
-        assert_same(found, state_of(7))
+        assert_same(found, state_of(1))
+        found = state_of(9)
+        assert checkpointer.restore(found, 1) == 1
+        assert_same(found, state_of(1))
         shutil.rmtree(local)
         assert checkpointer.steps() == [0, 1]
         assert checkpointer.restore(found, 0) == 0
@@ -128,3 +131,37 @@ def test_settings_that_do_nothing_are_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path, ckpt_local_keep=5)
     with pytest.raises(ConfigError, match="ckpt_local_dir: expected a directory of this machine"):
         Checkpointer(tmp_path, ckpt_local_dir="s3://bucket/x")
+
+
+def test_a_step_that_is_saved_anew_is_uploaded_anew(tmp_path: Path) -> None:
+    """The run went back: what lies at the root of later steps is of the run that was given up."""
+    local, root = tmp_path / "local", tmp_path / "root"
+    with Checkpointer(root, ckpt_local_dir=str(local), ckpt_local_keep=4) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state_of(step))
+    found = state_of(9)
+    with Checkpointer(root, ckpt_local_dir=str(local), ckpt_local_keep=4) as checkpointer:
+        assert checkpointer.restore(found, 1) == 1
+        for step in (2, 3):
+            checkpointer.save(step, state_of(100 + step))
+    shutil.move(local, tmp_path / "older")
+    with Checkpointer(root) as checkpointer:
+        assert checkpointer.restore(found) == 3
+        assert_same(found, state_of(103))
+        checkpointer.save(3, state_of(203))
+    # A machine that comes back with what is older by now.
+    with Checkpointer(root, ckpt_local_dir=str(tmp_path / "older")) as checkpointer:
+        assert checkpointer.restore(found) == 3
+        assert_same(found, state_of(203))
+
+
+def test_the_local_directory_is_bounded_while_the_root_is_away(tmp_path: Path) -> None:
+    local, root = tmp_path / "local", tmp_path / "root"
+    root.touch()
+    checkpointer = Checkpointer(root, ckpt_local_dir=str(local), ckpt_local_keep=2, log_level="error")
+    for step in range(8):
+        checkpointer.save(step, state_of(step))
+        assert len(local_steps(local)) <= 5
+    with pytest.raises(CheckpointError, match="root"):
+        checkpointer.close()
+    assert local_steps(local) == ["step-00000006", "step-00000007"]

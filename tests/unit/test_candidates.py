@@ -163,7 +163,8 @@ def _try(name: str, folder: Path, world: int, rank: int) -> dict[str, Any]:
         for path in paths:
             module.remove_tree(path)
     distributed.barrier()
-    left = [str(each) for each in folder.iterdir()]
+    # But for the file that names the latest.
+    left = [str(each) for each in folder.iterdir() if each.name != "latest"]
     return {"figures": figures, "differing": differing, "left": left, "note": candidate.note}
 
 

@@ -193,14 +193,15 @@ class Storage(Protocol):
 class Linking(Protocol):
     """A storage that can have one file in two checkpoints; see `can_link`."""
 
-    def link(self, name: str, source: Storage, nbytes: int) -> None:
+    def link(self, name: str, source: Storage, other: str, nbytes: int) -> None:
         """Have the bytes of a file in another checkpoint as a file here, without moving them through here.
 
         It is durable as an image that was completed.
 
         Args:
-            name: In both; a file that is here already is that one.
+            name: Here, where there is no such file.
             source: The other checkpoint, of a storage of the same kind.
+            other: The file there.
             nbytes: What the file must hold.
 
         Raises:

@@ -92,9 +92,9 @@ class Bounded:
         """See `Storage.complete_image`."""
         self._call("complete", name, self._storage.complete_image, name, token, nbytes, receipts)
 
-    def link(self, name: str, source: Storage, nbytes: int) -> None:
+    def link(self, name: str, source: Storage, other: str, nbytes: int) -> None:
         """See `Linking.link`."""
-        self._call("link", name, self._storage.link, name, source, nbytes)  # type: ignore[attr-defined]
+        self._call("link", name, self._storage.link, name, source, other, nbytes)  # type: ignore[attr-defined]
 
     def discard_image(self, name: str, token: str) -> None:
         """See `Storage.discard_image`."""

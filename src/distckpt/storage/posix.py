@@ -393,18 +393,17 @@ class PosixStorage:
             except OSError as error:
                 _fail(error, path, "cannot name")
 
-    def link(self, name: str, source: Storage, nbytes: int) -> None:
+    def link(self, name: str, source: Storage, other: str, nbytes: int) -> None:
         """See `Linking.link`: a hard link.
 
         Raises:
             WriteError: There is no such file, or the file system has no links between the two.
         """
-        path, other = self._path(name), os.path.join(source.url, name)
+        path, there = self._path(name), os.path.join(source.url, other)
         try:
-            if os.lstat(other).st_size != nbytes:
-                _fail(OSError(errno.EIO, "of another size"), other, "cannot link")
-            if not os.path.lexists(path) or not os.path.samefile(other, path):
-                os.link(other, path, follow_symlinks=False)
+            if os.lstat(there).st_size != nbytes:
+                _fail(OSError(errno.EIO, "of another size"), there, "cannot link")
+            os.link(there, path, follow_symlinks=False)
             self._note_changed(os.path.dirname(path))
         except OSError as error:
             _fail(error, path, "cannot link")

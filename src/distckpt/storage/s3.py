@@ -591,7 +591,7 @@ class S3Storage:
         if size != nbytes:
             raise WriteError(f"{path} holds {size} bytes after writing {nbytes}", path=path, offset=size)
 
-    def link(self, name: str, source: Storage, nbytes: int) -> None:
+    def link(self, name: str, source: Storage, other: str, nbytes: int) -> None:
         """See `Linking.link`: the server copies the object.
 
         Raises:
@@ -599,7 +599,7 @@ class S3Storage:
         """
         bucket, prefix = _split_url(source.url)
         base = f"{prefix}/" if prefix else ""
-        copied = {"Bucket": bucket, "Key": base + name}
+        copied = {"Bucket": bucket, "Key": base + other}
         try:
             if nbytes <= _MOST_COPIED_BYTES:
                 self._call("copy_object", Key=self._key(name), CopySource=copied)
