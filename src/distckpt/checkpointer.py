@@ -9,7 +9,8 @@ Several ranks agree through words that each leaves and looks for (`meeting`); wh
 for themselves or exchange.
 
 Invariants:
-    * Saving involves no collective, and no rank that is no participant; `save` waits for no other rank.
+    * Saving involves no collective, and no rank that is no participant; `save` waits for no other rank, unless
+      `ckpt_when_busy` has it ask the first whether it is skipped.
     * The background thread does nothing for each item, and makes no CUDA call.
     * A tensor that changed before the guard let it fails its save, and nothing of that is published.
 

@@ -9,7 +9,7 @@ changes a tensor is not asked: fused optimizers and whatever writes through `dat
 count (docs/adr/0027).
 
 Invariants:
-    * A checkpoint holds all its files; what becomes of an earlier one does not matter to it.
+    * A checkpoint holds all its files; that an earlier one is removed does not matter to it.
     * A file is never taken for another: names are unique for each save, and links have those of the new one.
     * A file of which less than half is still of use is not carried on: its items are written again.
 
