@@ -9,9 +9,9 @@ Several ranks agree through words that each leaves and looks for (`meeting`); wh
 for themselves or exchange.
 
 Invariants:
-    * Saving involves no collective, and no rank that is no participant; `save` waits for no other rank, unless
-      `ckpt_when_busy` has it ask the first whether it is skipped.
-    * The background thread does nothing for each item, and makes no CUDA call.
+    * Saving involves no collective, and no rank that is no participant; `save` waits for no other rank,
+      unless `ckpt_when_busy` has it ask the first whether it is skipped.
+    * The background thread does nothing for each item, unless saves are incremental, and makes no CUDA call.
     * A tensor that changed before the guard let it fails its save, and nothing of that is published.
 
 Threads: one thread at a time saves, guards and restores; one thread of the checkpointer's own writes.
