@@ -468,7 +468,9 @@ MOMENTS = ["open", "pwritev", "fsync"]
 
 
 @pytest.mark.parametrize("call", MOMENTS)
-@pytest.mark.parametrize("kind", ["writer", "async", "checkpointer"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("writer", marks=pytest.mark.thorough), "async", "checkpointer"]
+)
 def test_a_worker_stopped_past_the_deadline(
     open_job: OpenJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, call: str
 ) -> None:
@@ -477,7 +479,7 @@ def test_a_worker_stopped_past_the_deadline(
 
 
 @pytest.mark.parametrize("call", MOMENTS)
-@pytest.mark.parametrize("kind", ["writer", "checkpointer"])
+@pytest.mark.parametrize("kind", [pytest.param("writer", marks=pytest.mark.thorough), "checkpointer"])
 def test_a_worker_that_cannot_be_killed_and_goes_on_later(
     open_job: OpenJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, call: str
 ) -> None:
