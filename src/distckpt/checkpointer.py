@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from distckpt import observe
 from distckpt.archive import Archive, Copy
 from distckpt.assembly import ReplicasDiffer, StateChanged
-from distckpt.commit import Claim, Overtaken, claim, committed_by, exclusive_of, publish
+from distckpt.commit import Claim, claim, committed_by, exclusive_of, publish
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.engine import Engine, Residence, Written
 from distckpt.errors import (
@@ -1192,8 +1192,10 @@ class _Attempt:
 
 def _is_final(error: BaseException) -> bool:
     """Say whether a failure has reasons that another attempt would meet, too."""
+    if getattr(error, "is_overtaken", False):
+        return True
     return not isinstance(error, CheckpointError) or isinstance(
-        error, (StagingError, StateChanged, ReplicasDiffer, ConfigError, Overtaken, MissingRanks)
+        error, (StagingError, StateChanged, ReplicasDiffer, ConfigError, MissingRanks)
     )
 
 

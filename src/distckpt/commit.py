@@ -98,10 +98,6 @@ def _save_id_of(record: bytearray) -> str | None:
     return None if save_id is None else str(save_id)
 
 
-class Overtaken(CommitError):
-    """Another save has claimed the directory: this one is not tried again."""
-
-
 @dataclass(frozen=True)
 class Claim:
     """The right of one save to publish in a directory, until another one claims it.
@@ -135,17 +131,19 @@ class Claim:
         """Refuse to go on if another save has claimed the directory since.
 
         Raises:
-            Overtaken: One has.
+            CommitError: One has; it has `is_overtaken` then.
             IntegrityError: The owner record is damaged.
             WriteError: The storage refuses.
         """
         if self.rank is None and not self.is_owner(storage):
             data = storage.read(OWNER)
             who = "nobody" if data is None else data.decode(errors="replace")
-            raise Overtaken(
+            overtaken = CommitError(
                 f"not published: {storage.url} was claimed by another save while this one ({self.save_id}) "
                 f"ran: {who}"
             )
+            overtaken.is_overtaken = True  # type: ignore[attr-defined]
+            raise overtaken
 
     def is_owner(self, storage: Storage) -> bool:
         """Say whether this is the claim that stands.

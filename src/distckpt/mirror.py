@@ -347,7 +347,7 @@ def _claim(target: Storage, save_id: str) -> _CopyClaim:
     """Take the target for a copy of the checkpoint of the save `save_id`.
 
     Raises:
-        Overtaken: A save has claimed it at the same time.
+        CommitError: A save has claimed it at the same time.
         WriteError: The storage refuses.
     """
     plain = claim(target, save_id)

@@ -211,22 +211,6 @@ def test_memory_is_bounded(saved: dict[str, Path], tmp_path: Path, monkeypatch: 
     assert 0 < most <= 2 * 4 * MIB
 
 
-def test_a_file_that_both_checkpoints_have_is_not_sent(tmp_path: Path) -> None:
-    model = {f"weight{i}": torch.full((500, 1000), float(i)) for i in range(4)}
-    state = {"model": model, "changes": torch.ones(3)}
-    with Checkpointer(tmp_path / "job", ckpt_incremental=True, dist_ckpt_workers=2) as checkpointer:
-        first = Path(checkpointer.save(1, state).result())
-        state["changes"] = torch.zeros(3)
-        second = Path(checkpointer.save(2, state).result())
-    target = open_storage(tmp_path / "target")
-    assert copy(first, target) == bytes_of_files(first)
-    assert any(".distcp" in name for name in names_in(first) & names_in(second))
-    assert copy(second, target) < bytes_of_files(second)
-    assert_is_complete(target, second)
-    assert names_in(tmp_path / "target") == names_in(second)
-    assert_same(read_with_torch(tmp_path / "target"), state)
-
-
 def test_what_was_not_committed_by_distckpt_is_refused(tmp_path: Path, saved: dict[str, Path]) -> None:
     source = tmp_path / "source"
     source.mkdir()
