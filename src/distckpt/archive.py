@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint
 from distckpt.errors import CheckpointError
+from distckpt.exitstatus import note_failure
 from distckpt.manifest import METADATA
 from distckpt.mirror import mirror
 from distckpt.retention import LATEST, Saved, committed_at, kept_steps
@@ -346,10 +347,12 @@ class Archive:
                 self._trim()
             except CheckpointError as error:
                 _LOG.error("the upload to %s failed: %s", self._urls[1], error)
+                note_failure()
                 self._upload_error = error
                 return
             except BaseException as error:  # noqa: BLE001 - the top frame of a thread: close() raises it
                 _LOG.error("the upload to %s failed: %s: %s", self._urls[1], type(error).__name__, error)
+                note_failure()
                 self._upload_error = CheckpointError(f"{type(error).__name__}: {error}")
                 return
 

@@ -179,7 +179,7 @@ class Checkpointer:
         """Ids of this rank's saves that have failed."""
         self._handles: list[SaveHandle] = []
         self._closed = self._ended = False
-        self._warned_over_budget = False
+        self._warned_over_budget = self._warned_of_metric = False
         if self._is_first:
             # What a process before this one has committed, and could not upload any more.
             self._archive.upload()
@@ -260,6 +260,9 @@ class Checkpointer:
         if self._config.async_save:
             warn_async_workers(self._config.dist_ckpt_workers, stacklevel=2)
             watch_exit()
+        if self._config.keep_best and metric is None and not self._warned_of_metric:
+            self._warned_of_metric = True
+            _LOG.warning("keep_best: step %d is saved without a metric, and is none of the best", step)
         unheard, self._unheard = self._unheard, None
         if unheard is not None:
             raise unheard

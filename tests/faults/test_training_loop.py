@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from distckpt import Checkpointer, CheckpointError, archive, commit, observe
+from distckpt import Checkpointer, CheckpointError, ConfigError, archive, commit, observe
+from distckpt import checkpointer as checkpointer_module
 from faults.checkpoints import say, wait_until
 from faults.programs import Child, Programs
 
@@ -516,3 +517,31 @@ def test_a_step_that_is_saved_again_while_retention_is_about_to_remove_it(
     with Checkpointer(tmp_path, log_level="error") as checkpointer:
         assert checkpointer.restore(found, 1) == 1
     assert found["step"] == 11
+
+
+def test_the_first_signal_during_the_last_save_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has told of the end, and this one has had no signal before it closes."""
+    publish = checkpointer_module.publish  # type: ignore[attr-defined]
+
+    def signalled(*arguments: Any, **settings: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        publish(*arguments, **settings)
+
+    with Checkpointer(tmp_path, async_save=True, log_level="error") as checkpointer:
+        checkpointer.watch_preemption(signal.SIGUSR1)
+        monkeypatch.setattr(checkpointer_module, "publish", signalled)
+        checkpointer.save(7, small_state(7))
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert checkpointer.steps() == [7]
+
+
+@pytest.mark.parametrize("step", [3.0, float("nan"), True, "3", -1, None])
+def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path, log_level="error") as checkpointer:
+        with pytest.raises(ConfigError, match="step: expected a number from 0"):
+            checkpointer.save(step, small_state(0))
+        with pytest.raises(ConfigError, match="state: expected a mapping, got Linear"):
+            checkpointer.save(0, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+        assert checkpointer.steps() == []
