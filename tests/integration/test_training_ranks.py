@@ -807,3 +807,36 @@ def test_what_is_a_ranks_own_when_there_are_more_or_fewer(ranks: Ranks, tmp_path
     found = ranks.run(world, restore_loaders, root=str(tmp_path))
     drawn = [torch.rand(1, generator=torch.Generator().manual_seed(seed)).item() for seed in (0, 1, 50)]
     assert found == [[[0] * 3, drawn[0]], [[1] * 3, drawn[1]], [[99], drawn[2]]][:world]
+
+
+def fail_while_the_save_before_is_published(root: str) -> list[str]:
+    """Rank function: the first rank cannot stage a save, while it publishes the one before."""
+    rank = distributed.get_rank()
+    publish = checkpointing.publish  # type: ignore[attr-defined]
+    failed = threading.Event()
+
+    def late(*arguments: Any, **settings: Any) -> None:
+        failed.wait(10)
+        publish(*arguments, **settings)
+
+    state: dict[str, Any] = {"t": torch.full((1000,), float(rank))}
+    with Checkpointer(root, async_save=True, distributed_timeout_minutes=0.5, log_level="error") as one:
+        one.save(0, state).result(WAIT_S)
+        checkpointing.publish = late if rank == 0 else publish  # type: ignore[attr-defined]
+        try:
+            before = one.save(1, state)
+            try:
+                one.save(2, {**state, "f": lambda: 1} if rank == 0 else state).result(WAIT_S)
+                found = "saved"
+            except Exception as error:  # noqa: BLE001 - told to the test
+                found = type(error).__name__
+            failed.set()
+            before.result(WAIT_S)
+        finally:
+            checkpointing.publish = publish  # type: ignore[attr-defined]
+    return [found]
+
+
+def test_word_of_a_failure_is_not_forgotten_before_it_was_heard(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(2, fail_while_the_save_before_is_published, root=str(tmp_path))
+    assert found[1] == ["CommitError"], "not that it has waited for the deadline"
