@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +60,24 @@ def test_gpt_in_every_way(ranks: Ranks, tmp_path: Path) -> None:
     assert_all(ranks.run(4, act, what="megatron_saves.gpt_in_every_way", root=str(tmp_path)))
     for path in tmp_path.iterdir():
         assert_written_once(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """In a process of its own: with CUDA, importing Megatron-Core starts threads, and ranks are forked."""
+    code = (
+        "import json, sys; from torch import distributed\n"
+        "from integration.ranks import megatron_saves\n"
+        "distributed.init_process_group('gloo', store=distributed.HashStore(), rank=0, world_size=1)\n"
+        "print(json.dumps(megatron_saves.on_a_gpu(sys.argv[1])))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE, text=True, timeout=170.0, check=True,
+    )  # fmt: skip
+    assert_all([json.loads(found.stdout.splitlines()[-1])])
 
 
 def test_ours_loads_theirs(ranks: Ranks, tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ def folder(root: str, name: str) -> str:
     return str(path)
 
 
-def loaded_bits(path: str, loader: Any, tensor_parallel: int = 1) -> list[Any]:
+def loaded_bits(path: str, loader: Any, tensor_parallel: int = 1, device: str = "cpu") -> list[Any]:
     """Load into a GPT that was made otherwise; return its bits, and the rest."""
-    gpt = states.Gpt(2, tensor_parallel)
+    gpt = states.Gpt(2, tensor_parallel, device)
     state = dist_checkpointing.load(gpt.state(is_loading=True), path, loader)
     return [gpt.bits(), state["iteration"], state["args"], state["rng"].tolist()[:4]]
 
@@ -85,6 +85,27 @@ def gpt_in_every_way(root: str) -> dict[str, Any]:
             for name, loader in (("stock", None), ("ours", LoadShardedStrategy())):
                 found[f"{way} {workers} {name}"] = loaded_bits(path, loader, 2) == expected
         strategy.close()
+    return found
+
+
+def on_a_gpu(root: str) -> dict[str, bool]:
+    """Save a GPT that lies on the device, change it at once, and load what was saved; again and again."""
+    gpt = states.Gpt(1, device="cuda")
+    found = {}
+    queue, strategy = AsyncCallsQueue(), SaveShardedStrategy(dist_ckpt_workers=2)
+    for step in range(4):
+        path = folder(root, f"step-{step}")
+        expected = [gpt.bits(), step, {"name": "gpt"}, torch.get_rng_state().tolist()[:4]]
+        queue.schedule_async_request(
+            dist_checkpointing.save(gpt.state(step), path, sharded_strategy=strategy, async_sharded_save=True)
+        )
+        with torch.no_grad():
+            for tensor in gpt.tensors().values():
+                tensor.add_(1.0)
+        finish(queue)
+        for name, loader in (("stock", None), ("ours", LoadShardedStrategy())):
+            found[f"{step} {name}"] = loaded_bits(path, loader, device="cuda") == expected
+    strategy.close()
     return found
 
 

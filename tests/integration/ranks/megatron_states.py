@@ -31,9 +31,10 @@ class Gpt:
     Args:
         seed: Of its values.
         tensor_parallel: Number of ranks that share a layer; others are replicas.
+        device: Where it lies.
     """
 
-    def __init__(self, seed: int, tensor_parallel: int = 1) -> None:
+    def __init__(self, seed: int, tensor_parallel: int = 1, device: str = "cpu") -> None:
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(tensor_parallel)
         config = TransformerConfig(
@@ -48,6 +49,7 @@ class Gpt:
         )
         torch.manual_seed(seed)
         self.model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16)
+        self.model.to(device)
         # Alike on all replicas, and not on the ranks that share a layer.
         torch.manual_seed(100 * seed + parallel_state.get_tensor_model_parallel_rank())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1 * seed)
@@ -56,7 +58,7 @@ class Gpt:
                 if not getattr(parameter, "tensor_model_parallel", False):
                     torch.manual_seed(seed)
                 parameter.copy_(torch.randn(parameter.shape))
-                parameter.grad = torch.randn(parameter.shape)
+                parameter.grad = torch.randn(parameter.shape).to(device)
         self.optimizer.step()
 
     def state(self, step: int = 0, *, is_loading: bool = False) -> dict[str, Any]:
