@@ -92,10 +92,10 @@ class SqliteStorage:
     def discard_image(self, name: str, token: str) -> None:
         self.delete(name)
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[tuple[str, str]]:
         return []
 
-    def abort(self, unfinished: str) -> None: ...
+    def abort(self, name: str, handle: str) -> None: ...
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         if last_check is not None:

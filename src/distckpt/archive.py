@@ -22,7 +22,6 @@ import logging
 import os
 import threading
 import uuid
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,8 +98,8 @@ class Archive:
         """Committed checkpoints of each tier, as far as something was asked of them."""
         self._empty: list[set[int]] = [set() for _ in self._urls]
         """Steps of each tier whose directories hold no checkpoint: some servers list those that are gone."""
-        self._settled: set[int] = set()
-        """Steps in whose directories nothing is to be cleared away."""
+        self._settled: list[set[int]] = [set() for _ in self._urls]
+        """Steps of each tier in whose directories nothing is to be cleared away."""
         self._cleaner: ThreadPoolExecutor | None = None
         self._uploader: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -108,8 +107,6 @@ class Archive:
         self._stop = threading.Event()
         self._going: set[int] = set()
         """Local steps that are removed."""
-        self._dropped: deque[int] = deque()
-        """Those of them that were not uploaded."""
         self._upload_error: CheckpointError | None = None
         self._over: set[str] = set()
         """Ids of removals, and of saves that are not uploaded any more."""
@@ -221,7 +218,7 @@ class Archive:
         self._known[0][step] = Saved(step, time_s, metric)
         self._empty[0].discard(step)
         self._point_to(step, 0)
-        self._reclaim(step, save_id, failed)
+        self._reclaim(0, step, save_id, {*failed, *self._over})
         if self._cleaner is None:
             self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="distckpt-retention")
         if len(self._urls) > 1:
@@ -269,26 +266,34 @@ class Archive:
         except CheckpointError as error:
             _LOG.warning("%s/%s still names what was the latest before: %s", storage.url, LATEST, error)
 
-    def _reclaim(self, committed: int, save_id: str, failed: Collection[str]) -> None:
+    def _reclaim(self, tier: int, committed: int, save_id: str, failed: Collection[str]) -> None:
         """Remove what is left of earlier steps that were never completed, be it by a process before this."""
-        self._settled.add(committed)
-        under_way = self._under_way()
+        settled = self._settled[tier]
+        settled.add(committed)
+        under_way = set(self._under_way())
         try:
-            steps = self._directories(0)
+            steps = self._directories(tier)
+            if tier:
+                # To be uploaded yet, perhaps; what is not local any more will not be.
+                under_way.update(self._directories(0))
         except CheckpointError as error:
             # What was committed is, whatever becomes of this.
             _LOG.warning("what is left of earlier steps stays: %s", error)
             return
         for step in steps:
-            if step >= committed or step in under_way or step in self._settled:
+            if step >= committed or step in under_way or step in settled:
                 continue
             try:
-                if self.is_complete(step):
-                    self._settled.add(step)
-                else:
-                    reclaim(self.open(step), save_id, failed={*failed, *self._over}, idle_s=self._idle_s)
+                storage = self.open(step, tier)
+                if (
+                    self.is_complete(step, tier)
+                    or reclaim(storage, save_id, failed=failed, idle_s=self._idle_s)
+                    # Some servers list directories that are gone.
+                    or storage.last_change() is None
+                ):
+                    settled.add(step)
             except CheckpointError as error:
-                _LOG.warning("what is left of step %d stays: %s", step, error)
+                _LOG.warning("what is left of step %d at %s stays: %s", step, self._urls[tier], error)
 
     def _retain(self, tier: int) -> None:
         """Remove the committed checkpoints of a tier that no policy keeps."""
@@ -343,7 +348,6 @@ class Archive:
                     self._upload_error = None
                     return
                 self._upload(step)
-                self._clear_up()
                 self._trim()
             except CheckpointError as error:
                 _LOG.error("the upload to %s failed: %s", self._urls[1], error)
@@ -388,6 +392,7 @@ class Archive:
         self._upload_error = None
         self._point_to(step, 1)
         _LOG.info("uploaded %s", self.path(step, 1))
+        self._reclaim(1, step, uuid.uuid4().hex, self._over)
         if self._config.has_retention:
             self._retain(1)
 
@@ -416,16 +421,9 @@ class Archive:
                 )
                 with contextlib.suppress(CheckpointError):
                     self._over.add(str(committed_by(self.open(step))))
-                self._dropped.append(step)
             self._remove(one, 0)
             with self._lock:
                 self._going.discard(step)
-
-    def _clear_up(self) -> None:
-        """Remove at the root what was uploaded of steps that will not be any more."""
-        while self._dropped:
-            step = self._dropped.popleft()
-            reclaim(self.open(step, 1), uuid.uuid4().hex, failed=self._over, idle_s=self._idle_s)
 
 
 def _submit(pool: ThreadPoolExecutor, function: Callable[..., None], *args: Any) -> None:

@@ -113,7 +113,7 @@ class Claim:
     save_id: str
     rank: int | None
     found: tuple[str, ...]
-    unfinished: tuple[str, ...] = ()
+    unfinished: tuple[tuple[str, str], ...] = ()
     marker: str | None = None
 
     def explain(self, storage: Storage, error: BaseException) -> BaseException:
@@ -267,7 +267,8 @@ def claim(
         )
         # A save that saw its own claim a moment ago may be about to publish: it does so now, or not at all.
         storage.revoke(METADATA)
-        claimed = Claim(save_id, None, tuple(_find(storage)), tuple(storage.unfinished()))
+        found = tuple(_find(storage))
+        claimed = Claim(save_id, None, found, tuple(_find_unfinished(storage, found)))
         return claimed if exclusive is None else _clear(storage, claimed, exclusive)
     # Unfinished files of one rank cannot be told from those that other ranks are writing.
     return Claim(save_id, rank, tuple(_find(storage, rank)))
@@ -602,6 +603,19 @@ def _find_named(storage: Storage, records: Sequence[str]) -> list[str]:
     return found + [folder for folder in sorted(folders, key=len, reverse=True) if folder]
 
 
+def _find_unfinished(storage: Storage, found: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield what saves have begun here; below may be other checkpoints, and saves of them under way."""
+    names: set[str] | None = None
+    for name, handle in storage.unfinished():
+        if "/" in name and not name.startswith(FOLDER):
+            if names is None:
+                records = (record for record in found if record.startswith(FOLDER))
+                names = {each for record in records for each in read_names(storage, record)}
+            if PARTIAL_NAME.sub("", name) not in names:
+                continue
+        yield name, handle
+
+
 def _folders_of(name: str) -> Iterator[str]:
     """Yield the directories that a file of a checkpoint lies in, as `Storage.list` spells them."""
     folder = name.rpartition("/")[0]
@@ -638,7 +652,7 @@ def _remove(
     storage: Storage,
     names: Iterable[str],
     what: str,
-    unfinished: Iterable[str] = (),
+    unfinished: Iterable[tuple[str, str]] = (),
     check: Callable[[], None] | None = None,
 ) -> list[str]:
     """Remove `names`, and return those that are gone; a failure costs disk space and is said.
@@ -652,9 +666,9 @@ def _remove(
     """
     refused: list[WriteError] = []
     removed: list[str] = []
-    for upload in unfinished:
+    for name, handle in unfinished:
         try:
-            storage.abort(upload)
+            storage.abort(name, handle)
         except WriteError as error:
             refused.append(error)
     for name in names:

@@ -425,7 +425,6 @@ class _Copy:
         self._is_over = False
         self._last_s = time.monotonic()
         self._there: dict[str, int] = {}
-        self._is_resumed = False
         self.num_sent_bytes = 0
 
     @property
@@ -474,7 +473,6 @@ class _Copy:
             was_ours = _owner(target).get("save_id") == original.save_id
         self._claimed = _claim(target, original.save_id)
         noted = self._read_progress() if was_ours else None
-        self._is_resumed = noted is not None
         self._there = _listed(target, original.files)
         whole = {name for name, file in original.files.items() if self._there.get(name) == file.nbytes}
         self._done = whole & (noted or set())
@@ -551,9 +549,9 @@ class _Copy:
             CheckpointError: See `mirror`.
         """
         target, claimed = self._target, self.claimed
-        for upload in claimed.unfinished:
+        for name, handle in claimed.unfinished:
             try:
-                target.abort(upload)
+                target.abort(name, handle)
             except WriteError as error:
                 _LOG.warning("an unfinished upload to %s stays: %s", target.url, error)
         found = tuple(name for name in claimed.found if name != PROGRESS)
@@ -735,9 +733,6 @@ class _Copy:
         if name in self._there:
             # Of an earlier call, which did not complete it, or has not said so.
             self._target.delete(name)
-        if self._is_resumed and "/" in name and 0 < self._target.part_bytes(nbytes) < nbytes:
-            # Uploads below the directory are not among `Storage.unfinished`.
-            self._target.revoke(name)
         return self._target.create_image(name, nbytes)
 
     def _send(self, source: Storage, begun: _Begun, image: ImageFile, start: int, end: int) -> None:

@@ -412,8 +412,8 @@ class _Target:
     def remove(self, url: str) -> None:
         """Remove a directory and all that is in it."""
         storage = open_storage(self.place(url), self.options)
-        for unfinished in storage.unfinished():
-            storage.abort(unfinished)
+        for name, handle in storage.unfinished():
+            storage.abort(name, handle)
         for name in storage.list():
             if name.endswith("/"):
                 self.remove(f"{url}/{name.rstrip('/')}")

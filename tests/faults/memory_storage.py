@@ -62,10 +62,10 @@ class MemoryStorage:
     def discard_image(self, name: str, token: str) -> None:
         raise NotImplementedError
 
-    def unfinished(self) -> builtins.list[str]:
+    def unfinished(self) -> builtins.list[tuple[str, str]]:
         raise NotImplementedError
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         raise NotImplementedError
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:

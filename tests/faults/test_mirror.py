@@ -97,13 +97,13 @@ class Hooked:
         with self.op(f"discard {name}"):
             self.storage.discard_image(name, token)
 
-    def unfinished(self) -> builtins.list[str]:
+    def unfinished(self) -> builtins.list[tuple[str, str]]:
         with self.op("unfinished"):
             return self.storage.unfinished()
 
-    def abort(self, unfinished: str) -> None:
-        with self.op(f"abort {unfinished}"):
-            self.storage.abort(unfinished)
+    def abort(self, name: str, handle: str) -> None:
+        with self.op(f"abort {name}"):
+            self.storage.abort(name, handle)
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         with self.op(f"put {name}"):

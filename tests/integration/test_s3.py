@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,10 +25,14 @@ from typing import Any
 
 import crc32c
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distckpt import Checkpointer
+from distckpt.commit import claim
 from distckpt.errors import CommitError, ConfigError, IntegrityError, WriteError
+from distckpt.manifest import names_name, write_names
 from distckpt.storage import Storage, open_storage, reopen_storage, s3, streams
 from distckpt.storage.s3 import S3Image, S3Storage
 from servers import FaultProxy, S3Server, split_url
@@ -504,12 +509,26 @@ def test_unfinished_files_are_those_of_this_checkpoint_alone(s3_server: S3Server
     for storage in (one, other):
         storage.create_image("image", PART + 1)
         storage.create_image("folder/image", PART + 1)
-    handles = one.unfinished()
-    assert [json.loads(handle)[0] for handle in handles] == ["image"]
-    for handle in handles * 2:
-        one.abort(handle)
+    found = one.unfinished()
+    assert sorted(name for name, _ in found) == ["folder/image", "image"]
+    for name, handle in found * 2:
+        one.abort(name, handle)
     assert one.unfinished() == []
-    assert len(other.unfinished()) == 1
+    assert len(other.unfinished()) == 2
+
+
+def test_uploads_of_a_save_that_was_killed_are_given_up_by_the_next(s3_server: S3Server, s3_url: str) -> None:
+    """Also of its records, and of files in folders whose names it had put down; not those of others there."""
+    storage = opened(f"{s3_url}/step-00000001", s3_server.options)
+    killed = uuid.uuid4().hex
+    claim(storage, killed)
+    write_names(storage, names_name(killed, 0), ["weight/c.0"])
+    others = ["other/__0_0.distcp.ab12", "weight/c.1"]
+    for name in ("__0_0.distcp.ab12", "weight/c.0", ".distckpt/owner", *others):
+        storage.create_image(name, PART + 1)
+    with Checkpointer(s3_url, storage_options=s3_server.options) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+    assert sorted(s3_server.unfinished_uploads(storage.url)) == others
 
 
 @pytest.mark.parametrize(
@@ -538,7 +557,7 @@ def test_an_upload_whose_begin_was_not_answered_is_aborted(
     fault_proxy.set_rules({"op": "CreateMultipartUpload", "count": 1, "lost": True})
     token = faulty.create_image("image", PART + 1)
     assert fault_proxy.faults() == 1
-    assert [json.loads(handle)[1] for handle in faulty.unfinished()] == [json.loads(token)[0]]
+    assert [handle for _, handle in faulty.unfinished()] == [json.loads(token)[0]]
     faulty.discard_image("image", token)
     assert not s3_server.unfinished_uploads(faulty.url)
 
@@ -782,7 +801,7 @@ def test_no_name_leads_out(storage: S3Storage, name: str) -> None:
         lambda: storage.put(name, b""), lambda: storage.read(name), lambda: storage.list(name),
         lambda: storage.delete(name), lambda: storage.revoke(name), lambda: storage.create_image(name, 1),
         lambda: storage.open_image(name, ""), lambda: storage.complete_image(name, "", 0, []),
-        lambda: storage.abort(json.dumps([name, "upload"])),
+        lambda: storage.abort(name, "upload"),
     ):  # fmt: skip
         with pytest.raises(IntegrityError):
             call()

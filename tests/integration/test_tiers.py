@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,33 @@ def test_what_a_process_could_not_upload_the_next_does(tmp_path: Path) -> None:
     with Checkpointer(root, ckpt_local_dir=str(local)):
         pass
     assert_same(read_with_torch(step_path(root, 5)), state_of(5))
+
+
+_DIE = """
+import os, signal, sys, uuid
+from distckpt.commit import claim
+from distckpt.storage import open_storage
+storage = open_storage(sys.argv[1])
+storage.prepare()
+claim(storage, uuid.uuid4().hex)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_another_machine_has_begun_at_the_root_goes(tmp_path: Path) -> None:
+    """Its local directory went with it, so that nobody goes on."""
+    local, root = tmp_path / "local", tmp_path / "root"
+    for step in (2, 3, 7):
+        died = subprocess.run([sys.executable, "-c", _DIE, str(step_path(root, step))], check=False)
+        assert died.returncode == -signal.SIGKILL
+    with Checkpointer(root, ckpt_local_dir=str(local)) as checkpointer:
+        for step in (3, 5):
+            checkpointer.save(step, state_of(step))
+    # Nothing newer than what was committed is touched.
+    assert sorted(path.name for path in root.glob("step-*")) == [
+        "step-00000003", "step-00000005", "step-00000007",
+    ]  # fmt: skip
+    assert_same(read_with_torch(step_path(root, 3)), state_of(3))
 
 
 @pytest.mark.s3

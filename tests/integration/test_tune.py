@@ -38,7 +38,7 @@ def settings_of(flags: Sequence[str]) -> CheckpointConfig:
 def left_below(url: str, options: dict[str, Any]) -> list[str]:
     """Return what is left on an object store; its server may show the folder of what is gone for a while."""
     storage = open_storage(url, options)
-    left = storage.unfinished()
+    left = [name for name, _ in storage.unfinished()]
     for name in storage.list():
         left += left_below(f"{url}/{name[:-1]}", options) if name.endswith("/") else [name]
     return left

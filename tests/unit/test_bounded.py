@@ -55,13 +55,13 @@ class Stuck(PosixStorage):
         self.pass_gate()
         super().discard_image(name, token)
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[tuple[str, str]]:
         self.pass_gate()
         return super().unfinished()
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         self.pass_gate()
-        super().abort(unfinished)
+        super().abort(name, handle)
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         self.pass_gate()
@@ -98,7 +98,7 @@ CALLS: dict[str, tuple[Callable[[Storage], object], str]] = {
     "complete_image": (lambda storage: storage.complete_image("old.distcp", "", 3, []), "/old.distcp"),
     "discard_image": (lambda storage: storage.discard_image("old.distcp", ""), "/old.distcp"),
     "unfinished": (lambda storage: storage.unfinished(), ""),
-    "abort": (lambda storage: storage.abort("a.distcp"), ""),
+    "abort": (lambda storage: storage.abort("a.distcp", "1"), "/a.distcp"),
     "put": (lambda storage: storage.put("a/b", b"new"), "/a/b"),
     "revoke": (lambda storage: storage.revoke("old"), "/old"),
     "read": (lambda storage: storage.read("old"), "/old"),
@@ -370,7 +370,7 @@ except Exception as error:
 
 def test_a_call_costs_less_than_100_microseconds(stuck: Stuck) -> None:
     class Free(PosixStorage):
-        def unfinished(self) -> list[str]:
+        def unfinished(self) -> list[tuple[str, str]]:
             return []
 
     storage = Bounded(Free(stuck.root), WAIT_S)

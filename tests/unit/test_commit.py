@@ -210,13 +210,13 @@ class FaultyStorage:
         self.step(f"discard_image {name}")
         self.inner.discard_image(name, token)
 
-    def unfinished(self) -> builtins.list[str]:
+    def unfinished(self) -> builtins.list[tuple[str, str]]:
         self.step("unfinished")
         return self.inner.unfinished()
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         self.step("abort")
-        self.inner.abort(unfinished)
+        self.inner.abort(name, handle)
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         self.step(f"put {name}")

@@ -145,13 +145,13 @@ class Storage(Protocol):
     def discard_image(self, name: str, token: str) -> None:
         """Give up a file that was begun, completed or not; none of it is left once no lane writes to it."""
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[tuple[str, str]]:
         """Return files that saves began and neither completed nor discarded, if `list` does not show them.
 
-        Those directly in the checkpoint's directory: what lies below may be another checkpoint.
+        Name and handle of each, also of those in directories below, which may be other checkpoints.
         """
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         """Give up what `unfinished` returned; if it is gone, that is no error."""
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:

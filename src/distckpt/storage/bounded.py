@@ -100,13 +100,13 @@ class Bounded:
         """See `Storage.discard_image`."""
         self._call("discard", name, self._storage.discard_image, name, token)
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[tuple[str, str]]:
         """See `Storage.unfinished`."""
         return self._call("list the unfinished files of", "", self._storage.unfinished)
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         """See `Storage.abort`."""
-        self._call("give up an unfinished file of", "", self._storage.abort, unfinished)
+        self._call("give up the unfinished", name, self._storage.abort, name, handle)
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         """See `Storage.put`."""

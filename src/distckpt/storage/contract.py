@@ -124,8 +124,8 @@ def _large(storage: Storage) -> bytes:
 
 def _clear(storage: Storage) -> None:
     """Remove whatever saves have left, as a sweep does."""
-    for unfinished in storage.unfinished():
-        storage.abort(unfinished)
+    for name, handle in storage.unfinished():
+        storage.abort(name, handle)
     for name in storage.list():
         storage.delete(name)
 
@@ -375,8 +375,8 @@ class StorageContract:
         _clear(other)
         assert other.list() == {}
         assert other.unfinished() == []
-        for unfinished in found:
-            other.abort(unfinished)
+        for name, handle in found:
+            other.abort(name, handle)
         assert other.remove_directory()
 
     # Small files.

@@ -415,11 +415,11 @@ class PosixStorage:
         """
         self.delete(name + token)
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[tuple[str, str]]:
         """See `Storage.unfinished`: `list` shows them."""
         return []
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         """See `Storage.abort`."""
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:

@@ -22,6 +22,7 @@ Torch-free.
 from __future__ import annotations
 
 import base64
+import builtins
 import contextlib
 import errno
 import inspect
@@ -647,14 +648,13 @@ class S3Storage:
         finally:
             self.delete(name)
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> builtins.list[tuple[str, str]]:
         """See `Storage.unfinished`; none where the server does not list uploads."""
-        return [json.dumps([name, upload_id]) for name, upload_id in self._uploads("") if "/" not in name]
+        return self._uploads("")
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         """See `Storage.abort`."""
-        name, upload_id = json.loads(unfinished)
-        self._abort(name, upload_id)
+        self._abort(name, handle)
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         """See `Storage.put`."""
@@ -875,7 +875,7 @@ class S3Storage:
             if other == name and upload_id != but:
                 self._abort(name, upload_id)
 
-    def _uploads(self, name: str) -> Sequence[tuple[str, str]]:
+    def _uploads(self, name: str) -> builtins.list[tuple[str, str]]:
         """Return name and id of the uploads that are not completed nor aborted, of names that begin so."""
         prefix = self._key(name) if name else self._base
         found = []

@@ -325,24 +325,22 @@ class FsspecStorage:
         self.delete(name)
         if self._lists_uploads:
             # Of a lane whose process has ended.
-            for upload in self._uploads(self._path(name)):
-                if upload.rpartition("?")[0] == name:
-                    self.abort(upload)
+            for other, upload in self._uploads(self._path(name)):
+                if other == name:
+                    self.abort(name, upload)
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[tuple[str, str]]:
         """See `Storage.unfinished`; of all clients only s3fs can tell."""
-        if not self._lists_uploads:
-            return []
-        return [upload for upload in self._uploads(f"{self._root}/") if "/" not in upload.rpartition("?")[0]]
+        return self._uploads(f"{self._root}/") if self._lists_uploads else []
 
-    def _uploads(self, prefix: str) -> list[str]:
-        """Return the S3 uploads to keys below the checkpoint that begin with `prefix`, as `name?id`.
+    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
+        """Return name and id of the S3 uploads to keys below the checkpoint that begin with `prefix`.
 
         Raises:
             WriteError: The storage refuses.
         """
         bucket, _, key = prefix.partition("/")
-        found: list[str] = []
+        found: list[tuple[str, str]] = []
         markers: dict[str, str] = {}
         try:
             with _mapped(self.url, "cannot list the uploads to"):
@@ -350,7 +348,7 @@ class FsspecStorage:
                     page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **markers)
                     for upload in page.get("Uploads") or []:
                         name = f"{bucket}/{upload['Key']}"[len(self._root) + 1 :]
-                        found.append(f"{name}?{upload['UploadId']}")
+                        found.append((name, upload["UploadId"]))
                     if not page.get("IsTruncated"):
                         return found
                     markers = {
@@ -362,14 +360,13 @@ class FsspecStorage:
                 return found
             raise
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         """See `Storage.abort`."""
         if not self._lists_uploads:
             return
-        name, _, upload = unfinished.rpartition("?")
         bucket, _, key = self._path(name).partition("/")
         with _mapped(self._url(name), "cannot give up the upload to"), contextlib.suppress(FileNotFoundError):
-            self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+            self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=handle)
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
         """See `Storage.put`: one step on object stores, and where there is a rename that replaces (SFTP).

@@ -69,10 +69,10 @@ class MemoryStorage:
     def discard_image(self, name: str, token: str) -> None:
         self.delete(name)
 
-    def unfinished(self) -> builtins.list[str]:
+    def unfinished(self) -> builtins.list[tuple[str, str]]:
         return []
 
-    def abort(self, unfinished: str) -> None:
+    def abort(self, name: str, handle: str) -> None:
         pass
 
     def put(self, name: str, data: bytes, last_check: Callable[[], None] | None = None) -> None:
