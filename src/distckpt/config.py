@@ -454,6 +454,11 @@ class CheckpointConfig:
             raise ConfigError(
                 f"keep_best_mode: {self.keep_best_mode!r} has no effect without keep_best: set both"
             )
+        if self.ckpt_max_failures != 3 and self.ckpt_on_failure == "raise":
+            raise ConfigError(
+                f"ckpt_max_failures: {self.ckpt_max_failures} has no effect with ckpt_on_failure='raise', "
+                "which raises the first: set that to 'warn' or 'retry'"
+            )
         if self.ckpt_local_keep != 2 and not self.ckpt_local_dir:
             raise ConfigError("ckpt_local_keep: has no effect without ckpt_local_dir: set both or neither")
         if self.ckpt_incremental and self.ckpt_format != "torch_dist":

@@ -28,6 +28,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -42,6 +43,7 @@ from distckpt.image import Image, ImagePart, lay_out_image
 from distckpt.lanes import Lanes, open_lanes
 from distckpt.manifest import IMAGE_NAME, names_name, write_names
 from distckpt.staging import CopyTicket, HostCopy, Item, StagedUse, Stager
+from distckpt.threads import Threads
 from distckpt.watchdog import Standing, Watchdog
 from distckpt.worker import CHECKSUM_BLOCK_BYTES, Board, Job, Part, Plan
 
@@ -802,23 +804,60 @@ class Engine:
             WriteError: The storage refuses; none is left.
         """
         names = self.names(save_id, rank, image)
-        tokens: list[str] = []
+        tokens: dict[str, str] = {}
         chosen = [name for name in names if not IMAGE_NAME.fullmatch(name)]
         if chosen:
             write_names(storage, names_name(save_id, rank, are_documents=image.are_documents), chosen)
+
+        def create(name: str, nbytes: int) -> None:
+            tokens[name] = storage.create_image(name, nbytes)
+
         try:
-            for name, file in zip(names, image.files, strict=True):
-                tokens.append(storage.create_image(name, file.nbytes))
+            _each(
+                storage, create, [(name, file.nbytes) for name, file in zip(names, image.files, strict=True)]
+            )
         except BaseException:
-            for name, token in zip(names, tokens, strict=False):
+            for name, token in tokens.items():
                 with contextlib.suppress(WriteError):
                     storage.discard_image(name, token)
             raise
-        return names, tuple(tokens)
+        return names, tuple(tokens[name] for name in names)
 
     def _new_plan_id(self) -> int:
         self._next_plan += 1
         return self._next_plan
+
+
+def _each(storage: Storage, call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
+    """Call `call` with each of `arguments`, several at once where the storage permits.
+
+    Raises:
+        WriteError: One of the calls did; those that had begun have ended, and the others have not begun.
+    """
+    count = min(getattr(storage, "at_once", 1), len(arguments))
+    if count <= 1:
+        for each in arguments:
+            call(*each)
+        return
+    has_failed = threading.Event()
+
+    def one(*each: Any) -> None:
+        if not has_failed.is_set():
+            try:
+                call(*each)
+            except BaseException:
+                has_failed.set()
+                raise
+
+    threads = Threads(count, "distckpt-files")
+    try:
+        calls = [threads.submit(one, *each) for each in arguments]
+        wait(calls)
+    finally:
+        has_failed.set()
+        threads.close(0.0)
+    for each_call in calls:
+        each_call.result()
 
 
 def _late_copies(items: Sequence[Item], late: Collection[int]) -> frozenset[int]:
@@ -1072,13 +1111,15 @@ class _Run:
                 self._push_and_wait()
                 self._check()
                 with observe.span("files.completed", save_id=self._save_id, rank=self._rank):
-                    for number, file in enumerate(self._image.files):
-                        self._storage.complete_image(
-                            self._names[number],
-                            self._tokens[number],
-                            file.nbytes,
-                            self._lanes.receipts.get(number, []),
-                        )
+                    receipts = self._lanes.receipts
+                    _each(
+                        self._storage,
+                        self._storage.complete_image,
+                        [
+                            (self._names[number], self._tokens[number], file.nbytes, receipts.get(number, []))
+                            for number, file in enumerate(self._image.files)
+                        ],
+                    )
         except BaseException:
             self._abandon()
             raise

@@ -269,6 +269,12 @@ def test_worker_cores_without_effect_are_refused(monkeypatch: pytest.MonkeyPatch
         make(ckpt_worker_cores="0", dist_ckpt_workers=2)
 
 
+def test_a_cap_on_failures_without_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ckpt_max_failures: 5 has no effect with ckpt_on_failure='raise'"):
+        make(ckpt_max_failures=5)
+    assert make(ckpt_max_failures=5, ckpt_on_failure="warn").ckpt_max_failures == 5
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

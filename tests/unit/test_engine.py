@@ -389,7 +389,11 @@ def block_names(storage: Storage, save_id: str, lanes: int) -> None:
     Path(storage.url, f"__0_{lanes - 1}.distcp.{save_id}").mkdir()
 
 
-def test_a_save_whose_files_cannot_be_created_gives_everything_back(engine: Engine, storage: Storage) -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_a_save_whose_files_cannot_be_created_gives_everything_back(
+    engine: Engine, storage: Storage, at_once: int
+) -> None:
+    storage.at_once = at_once  # type: ignore[attr-defined]
     block_names(storage, "0a", engine.lanes.count)
     before = storage.list()
     with pytest.raises(WriteError) as caught:
@@ -402,9 +406,12 @@ def test_a_save_whose_files_cannot_be_created_gives_everything_back(engine: Engi
     check(storage, engine.write(storage, "0b", 0, [literal(part) for part in data]), data)
 
 
+@pytest.mark.parametrize("at_once", [1, 4])
 def test_a_save_whose_storage_refuses_gives_everything_back(
-    engine: Engine, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, storage: Storage, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
+    storage.at_once = at_once  # type: ignore[attr-defined]
+
     def refuse(name: str, token: str, nbytes: int, receipts: object) -> None:
         raise WriteError(f"{name} holds 3 bytes after writing {nbytes}", path=f"{storage.url}/{name}")
 

@@ -156,7 +156,7 @@ def memory(open_one: Open) -> list[object]:
 def failures(open_one: Open) -> list[object]:
     found: list[object] = []
     for policy in ("raise", "warn", "retry"):
-        checkpointer = open_one(ckpt_on_failure=policy, ckpt_max_failures=2, log_level="error")
+        checkpointer = open_one(ckpt_on_failure=policy, log_level="error")
         fail(checkpointer, 0)
         timer = threading.Timer(0.3, repair, (root_of(checkpointer), 0))
         timer.start()

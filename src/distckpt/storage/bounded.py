@@ -66,6 +66,7 @@ class Bounded:
         self.spec = storage.spec
         self.in_flight = storage.in_flight
         self.is_stream = storage.is_stream
+        self.at_once = getattr(storage, "at_once", 1)
         self._storage = storage
         self._timeout_s = timeout_s
         self._above = storage.url.rstrip("/").rpartition("/")[0]

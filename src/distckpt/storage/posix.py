@@ -86,11 +86,7 @@ class PosixImage:
         self._is_cancelled = False
         self._fd = self._direct_fd = -1
         self._fd = os.open(path, _EXISTING_FILE)
-        if not direct_io:
-            return
-        # Some file systems refuse it here, some at the first write: both are written through the cache.
-        with contextlib.suppress(OSError):
-            self._direct_fd = os.open(path, _EXISTING_FILE | os.O_DIRECT)
+        self._may_be_direct = direct_io
 
     def __del__(self) -> None:
         # A thread that was given up has held it until its system call returned.
@@ -106,7 +102,7 @@ class PosixImage:
         # A traceback that somebody holds must not hold the memory behind the buffers.
         with contextlib.ExitStack() as views:
             whole = _whole_pages(left)
-            if self._direct_fd >= 0 and whole >= _DIRECT_BYTES and offset % _PAGE_BYTES == 0:
+            if whole >= _DIRECT_BYTES and offset % _PAGE_BYTES == 0 and self._is_direct():
                 offset += self._write_direct(offset, left, whole, views)
             while left:
                 self._refuse_cancelled(offset)
@@ -118,6 +114,14 @@ class PosixImage:
                     _fail(OSError(errno.EIO, "no bytes accepted"), self._path, "cannot write", offset)
                 _advance(left, written, views)
                 offset += written
+
+    def _is_direct(self) -> bool:
+        if self._may_be_direct:
+            self._may_be_direct = False
+            # Some file systems refuse it here, some at the first write: both are written through the cache.
+            with contextlib.suppress(OSError):
+                self._direct_fd = os.open(self._path, _EXISTING_FILE | os.O_DIRECT)
+        return self._direct_fd >= 0
 
     def _write_direct(
         self, offset: int, left: deque[memoryview], whole: int, views: contextlib.ExitStack

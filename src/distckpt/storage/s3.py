@@ -495,6 +495,8 @@ class S3Storage:
 
     in_flight = 4
     is_stream = False
+    at_once = 16
+    """Files that may be created or completed at once, each on its own thread."""
 
     def __init__(self, spec: StorageSpec) -> None:
         self.url = spec["url"]
