@@ -65,6 +65,8 @@ class Gpt:
         """Return its sharded state."""
         model = self.model.sharded_state_dict()
         optimizer = self.optimizer.state_dict()
+        # Those of the optimizer itself, from which nothing is to be taken.
+        optimizer["state"] = {number: dict(entry) for number, entry in optimizer["state"].items()}
         parameters = get_param_id_to_sharded_param_map(model, self.model.parameters())
         steps = {number: entry.pop("step") for number, entry in optimizer["state"].items()}
         optim_state_to_sharding_state(optimizer, parameters)
