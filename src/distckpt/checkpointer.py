@@ -160,7 +160,7 @@ class Checkpointer:
         """Words about turns that are not forgotten yet; on the first rank."""
         self._num_turns = self._num_failures = self._num_watches = 0
         """Saves that were asked for, and the last ones that failed, in a row; watches for signals."""
-        self._unheard: CheckpointError | None = None
+        self._unheard: SaveHandle | None = None
         """A failure that is more than a line in the log, and that nobody may have asked for."""
         self._preemption: Preemption | None = None
         logging.getLogger("distckpt").setLevel(self._config.log_level.upper())
@@ -243,8 +243,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: The checkpointer is closed, the state cannot be staged, or, without `async_save`,
-                the save failed; with `ckpt_on_failure="warn"` only after `ckpt_max_failures` in a row. Or as
-                many saves as may be are under way, and `ckpt_when_busy` is "fail".
+                the save failed; with it, a save before failed, and nobody has asked its handle: this one is not
+                begun then. With `ckpt_on_failure="warn"` only after `ckpt_max_failures` in a row. Or as many
+                saves as may be are under way, and `ckpt_when_busy` is "fail".
             ConfigError: `step` is negative, or `metric` no number.
         """
         started = time.monotonic()
@@ -263,9 +264,6 @@ class Checkpointer:
         if self._config.keep_best and metric is None and not self._warned_of_metric:
             self._warned_of_metric = True
             _LOG.warning("keep_best: step %d is saved without a metric, and is none of the best", step)
-        unheard, self._unheard = self._unheard, None
-        if unheard is not None:
-            raise unheard
         self._num_handles += 1
         handle = SaveHandle(step, self._path(step), metric, number=self._num_handles)
         if not self._await_turn(handle):
@@ -273,6 +271,7 @@ class Checkpointer:
         self._handles = [*(one for one in self._handles if not self._is_forgotten(one)), handle]
         meeting = self._meet(handle)
         try:
+            self._raise_unheard()
             # Not inference tensors, whoever calls: what is kept for the next save could not be used by it.
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._begin(handle, self._gather(state).values, meeting, started)
@@ -326,6 +325,16 @@ class Checkpointer:
         if self._config.ckpt_on_failure == "warn":
             return handle._future.done()  # noqa: SLF001 - one room
         return bool(handle.committed)
+
+    def _raise_unheard(self) -> None:
+        """Raise what failed in the background, if nobody has asked for it.
+
+        Raises:
+            CheckpointError: It.
+        """
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None and not unheard._is_asked:  # noqa: SLF001 - one room
+            unheard.result()
 
     def _steps_under_way(self) -> set[int]:
         return {handle.step for handle in self._handles if not handle._future.done()}  # noqa: SLF001
@@ -686,7 +695,7 @@ class Checkpointer:
             CheckpointError: One failed; the first of them is raised.
         """
         errors = [handle._future.exception() for handle in self._handles]  # noqa: SLF001 - one room
-        self._handles = []
+        self._handles, self._unheard = [], None
         for error in errors:
             if error is not None and not self._bears(error):
                 raise error
@@ -834,11 +843,9 @@ class Checkpointer:
             planned.give_back(residence)
         if late is not None:
             late.end()
-        if not self._report(handle, error) and self._config.ckpt_on_failure == "warn":
+        if not self._report(handle, error):
             # The next save raises it, in a loop that waits for none.
-            failure = handle._future.exception()  # noqa: SLF001 - one room
-            assert isinstance(failure, CheckpointError)
-            self._unheard = failure
+            self._unheard = handle
 
     @property
     def _may_retry(self) -> bool:
@@ -1147,7 +1154,9 @@ class Checkpointer:
     def _complete(self, handle: SaveHandle, save_id: str) -> None:
         observe.emit("committed", save_id=save_id, path=handle.path)
         _LOG.info("committed %s", handle.path)
-        self._num_failures, self._unheard = 0, None
+        self._num_failures = 0
+        if self._config.ckpt_on_failure == "warn":
+            self._unheard = None
         handle._future.set_result(handle.path)  # noqa: SLF001 - one room
 
     def _report(self, handle: SaveHandle, error: BaseException) -> bool:

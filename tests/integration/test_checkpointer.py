@@ -797,6 +797,26 @@ def test_a_save_fails_in_the_background(
     assert used_bytes(either) == 0
 
 
+def test_a_loop_that_only_saves_hears_of_a_failure(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    """It would go on for days otherwise, and save nothing."""
+    state = {"t": torch.zeros(9)}
+    path_of(tmp_path, 0).touch()
+    handle = checkpointer.save(0, state)
+    handle._future.exception(WAIT_S)
+    with pytest.raises(WriteError, match="step-00000000"):
+        checkpointer.save(1, state)
+    assert checkpointer.steps() == []
+    # Once; and not what somebody has asked for.
+    checkpointer.save(2, state).result(WAIT_S)
+    path_of(tmp_path, 3).touch()
+    with pytest.raises(WriteError):
+        checkpointer.save(3, state).result(WAIT_S)
+    checkpointer.save(4, state).result(WAIT_S)
+    assert checkpointer.steps() == [2, 4]
+    with pytest.raises(WriteError):
+        checkpointer.wait()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
 def test_a_directory_that_is_read_only(checkpointer: Checkpointer, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
