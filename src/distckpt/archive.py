@@ -25,7 +25,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint
+from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint, writer_lives
 from distckpt.errors import CheckpointError
 from distckpt.exitstatus import note_failure
 from distckpt.manifest import METADATA
@@ -107,6 +107,7 @@ class Archive:
         self._stop = threading.Event()
         self._going: set[int] = set()
         """Local steps that are removed."""
+        self._has_saved = False
         self._upload_error: CheckpointError | None = None
         self._over: set[str] = set()
         """Ids of removals, and of saves that are not uploaded any more."""
@@ -215,8 +216,10 @@ class Archive:
             metric: What it was saved with.
             time_s: When it was committed, in seconds since the epoch.
         """
-        self._known[0][step] = Saved(step, time_s, metric)
-        self._empty[0].discard(step)
+        with self._lock:
+            self._known[0][step] = Saved(step, time_s, metric)
+            self._empty[0].discard(step)
+        self._has_saved = True
         self._point_to(step, 0)
         self._reclaim(0, step, save_id, {*failed, *self._over})
         if self._cleaner is None:
@@ -227,8 +230,26 @@ class Archive:
         elif self._config.has_retention:
             _submit(self._cleaner, self._retain, 0)
 
+    def expect(self, step: int) -> None:
+        """Note that a save to `step` begins: what it may leave there is to be cleared away again."""
+        for settled in self._settled:
+            settled.discard(step)
+
+    def resume(self) -> None:
+        """Begin to upload what a process before this one has left; not what one that lives will upload."""
+        if len(self._urls) == 1:
+            return
+        try:
+            steps = self._directories(0)
+            is_anothers = bool(steps) and writer_lives(self.open(steps[-1]))
+        except CheckpointError as error:
+            _LOG.warning("what was not uploaded is after the next save: %s", error)
+            return
+        if not is_anothers:
+            self.upload()
+
     def upload(self) -> None:
-        """Begin to upload what the root lacks, also what a process before this one has left."""
+        """Begin to upload what the root lacks."""
         if len(self._urls) == 1:
             return
         if self._uploader is None:
@@ -315,9 +336,14 @@ class Archive:
             if step in known or step in self._empty[tier]:
                 continue
             if not self.is_complete(step, tier):
-                self._empty[tier].add(step)
+                with self._lock:
+                    if step not in known:
+                        self._empty[tier].add(step)
                 continue
-            known[step] = self._details(Copy(step, tier))
+            details = self._details(Copy(step, tier))
+            with self._lock:
+                # It may have been saved again meanwhile.
+                known.setdefault(step, details)
         for gone in set(known) - set(steps):
             known.pop(gone, None)
         return list(known.values())
@@ -348,7 +374,9 @@ class Archive:
                     self._upload_error = None
                     return
                 self._upload(step)
-                self._trim()
+                if self._has_saved:
+                    # Who only looks has not been told how many are to stay.
+                    self._trim()
             except CheckpointError as error:
                 _LOG.error("the upload to %s failed: %s", self._urls[1], error)
                 note_failure()
@@ -387,8 +415,9 @@ class Archive:
             with self._lock:
                 self._uploading = None
         # As it was before: it may have been saved again meanwhile.
-        self._known[1][step] = saved
-        self._empty[1].discard(step)
+        with self._lock:
+            self._known[1][step] = saved
+            self._empty[1].discard(step)
         self._upload_error = None
         self._point_to(step, 1)
         _LOG.info("uploaded %s", self.path(step, 1))

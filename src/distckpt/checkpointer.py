@@ -182,7 +182,7 @@ class Checkpointer:
         self._warned_over_budget = self._warned_of_metric = False
         if self._is_first:
             # What a process before this one has committed, and could not upload any more.
-            self._archive.upload()
+            self._archive.resume()
 
     def __enter__(self) -> Self:
         """Return the checkpointer; it is closed on leaving."""
@@ -243,9 +243,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: The checkpointer is closed, the state cannot be staged, or, without `async_save`,
-                the save failed; with it, a save before failed, and nobody has asked its handle: this one is not
-                begun then. With `ckpt_on_failure="warn"` only after `ckpt_max_failures` in a row. Or as many
-                saves as may be are under way, and `ckpt_when_busy` is "fail".
+                the save failed; with it, a save before failed, and nobody has asked its handle: this one is
+                not begun then. With `ckpt_on_failure="warn"` only after `ckpt_max_failures` in a row. Or as
+                many saves as may be are under way, and `ckpt_when_busy` is "fail".
             ConfigError: `step` is negative, or `metric` no number.
         """
         started = time.monotonic()
@@ -269,15 +269,16 @@ class Checkpointer:
         if not self._await_turn(handle):
             return handle
         self._handles = [*(one for one in self._handles if not self._is_forgotten(one)), handle]
-        meeting = self._meet(handle)
+        self._archive.expect(step)
+        meetings = [self._meet(handle)]
         try:
             self._raise_unheard()
             # Not inference tensors, whoever calls: what is kept for the next save could not be used by it.
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._begin(handle, self._gather(state).values, meeting, started)
+                self._begin(handle, self._gather(state).values, meetings, started)
         except BaseException as error:
             self._handles = [one for one in self._handles if one is not handle]
-            self._tell_others(meeting, error)
+            self._tell_others(meetings[-1], error)
             if self._report(handle, error):
                 handle.blocked_s = time.monotonic() - started
                 return handle
@@ -397,16 +398,22 @@ class Checkpointer:
             )
         return meeting
 
-    def _begin(self, handle: SaveHandle, state: Mapping[str, Any], meeting: Meeting, started: float) -> None:
-        """Stage `state`, and have it written; or write it, if the budget does not hold it."""
+    def _begin(
+        self, handle: SaveHandle, state: Mapping[str, Any], meetings: list[Meeting], started: float
+    ) -> None:
+        """Stage `state`, and have it written; or write it, if the budget does not hold it.
+
+        `meetings` has that of the first attempt, and is given those of others.
+        """
         with observe.span("state.planned", rank=self._rank, path=handle.path):
             view = View(state)
             versions: list[int] = []
             planned = self._plan(state, view, versions)
         if planned.items and not planned.fits:
-            self._write_through(handle, planned, view, meeting)
+            self._write_through(handle, planned, view, meetings)
             return
         residence = late = None
+        turn = [handle]
         if planned.items:
             with observe.span("memory.awaited", rank=self._rank, path=handle.path):
                 residence = planned.acquire(self._timeout_s)
@@ -419,10 +426,13 @@ class Checkpointer:
                 planned.foresee_metadata(handle.path)
                 if planned.late:
                     late = Late(planned, view, versions, residence)
-            self._thread.submit(self._write, handle, planned, residence, late, meeting)
+            self._thread.submit(self._write, turn, handle, planned, residence, late, meetings[-1])
         except BaseException:
-            handle._residence = None  # noqa: SLF001 - one room
-            if residence is not None:
+            # An executor that cannot start its thread has queued the call all the same, for the next one.
+            is_ours = _take(turn)
+            if is_ours:
+                handle._residence = None  # noqa: SLF001 - one room
+            if residence is not None and is_ours:
                 _await_arrival(residence)
                 planned.give_back(residence)
             raise
@@ -812,6 +822,7 @@ class Checkpointer:
 
     def _write(
         self,
+        turn: list[SaveHandle],
         handle: SaveHandle,
         planned: PlannedState,
         residence: Residence | None,
@@ -819,6 +830,8 @@ class Checkpointer:
         meeting: Meeting,
     ) -> None:
         """Write and publish what was staged, as often as may be; in the background."""
+        if not _take(turn):
+            return
         attempt = 1
         while True:
             attempted = _Attempt(handle, planned, residence, meeting, keeps=self._may_retry)
@@ -941,7 +954,9 @@ class Checkpointer:
     def _open(self, handle: SaveHandle) -> Storage:
         return self._archive.open(handle.step)
 
-    def _write_through(self, handle: SaveHandle, planned: PlannedState, view: View, meeting: Meeting) -> None:
+    def _write_through(
+        self, handle: SaveHandle, planned: PlannedState, view: View, meetings: list[Meeting]
+    ) -> None:
         """Write and publish a state that the budget does not hold, on the caller's thread.
 
         Raises:
@@ -961,13 +976,13 @@ class Checkpointer:
         attempt = 1
         while True:
             try:
-                self._complete(handle, self._write_once(handle, planned, view, meeting))
+                self._complete(handle, self._write_once(handle, planned, view, meetings[-1]))
             except CheckpointError as error:
-                if not self._is_tried_again(error, meeting, attempt):
+                if not self._is_tried_again(error, meetings[-1], attempt):
                     raise
-                self._tell_others(meeting, error)
+                self._tell_others(meetings[-1], error)
                 self._pause(handle, error, attempt)
-                meeting = self._meet(handle)
+                meetings.append(self._meet(handle))
                 attempt += 1
             else:
                 return
@@ -1181,6 +1196,15 @@ class Checkpointer:
             error = told
         handle._future.set_exception(error)  # noqa: SLF001 - one room
         return is_borne
+
+
+def _take(turn: list[SaveHandle]) -> bool:
+    """Say whether it is the caller who has a save's turn: one of those that ask, on whatever thread."""
+    try:
+        turn.pop()
+    except IndexError:
+        return False
+    return True
 
 
 @dataclass

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from distckpt.errors import CheckpointError, CommitError, WriteError
+from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
 from distckpt.integrity import extents, find_record, read_manifest
 from distckpt.manifest import (
     FOLDER,
@@ -46,7 +46,7 @@ from distckpt.manifest import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from distckpt.formats import Format
     from distckpt.manifest import ManifestRef
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _SETTLE_ATTEMPTS = 3
 _PUBLISH_ATTEMPTS = 3
+_CLOCK_S = 5.0
+"""By which the time of a record and that of the start of a process may be off."""
 
 
 def committed_by(storage: Storage) -> str | None:
@@ -488,11 +490,41 @@ def _is_over(storage: Storage, failed: Collection[str], idle_s: float) -> bool:
             owner = unseal(storage, OWNER, data)
     if owner.get("save_id") in failed:
         return True
-    pid = owner.get("pid")
-    if owner.get("host") == _host() and isinstance(pid, int) and not psutil.pid_exists(pid):
-        return True
+    lives = _lives(owner)
+    if lives is not None:
+        return not lives
     changed = storage.last_change()
     return changed is not None and time.time() - changed > idle_s
+
+
+def writer_lives(storage: Storage) -> bool:
+    """Say whether another process of this machine that has claimed a directory is still there.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    owner: dict[str, Any] = {}
+    with contextlib.suppress(IntegrityError):
+        owner = _owner(storage)
+    return bool(_lives(owner))
+
+
+def _lives(owner: Mapping[str, Any]) -> bool | None:
+    """Say whether the process of an owner record is there; None where that cannot be told.
+
+    Of this process it cannot: it may have given up the save.
+    """
+    pid, claimed_s = owner.get("pid"), owner.get("time")
+    if owner.get("host") != _host() or not isinstance(pid, int) or pid == os.getpid():
+        return None
+    try:
+        # Another one may have the number by now.
+        started_s = psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return None
+    return not isinstance(claimed_s, (int, float)) or started_s < claimed_s + _CLOCK_S
 
 
 def _host() -> str:
@@ -604,10 +636,11 @@ def _find_named(storage: Storage, records: Sequence[str]) -> list[str]:
 
 
 def _find_unfinished(storage: Storage, found: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield what saves have begun here; below may be other checkpoints, and saves of them under way."""
+    """Yield what saves have begun here; others may have, too, and below may be other checkpoints."""
     names: set[str] | None = None
+    patterns = (IMAGE_NAME, METADATA_NAME, UNFINISHED_METADATA_NAME)
     for name, handle in storage.unfinished():
-        if "/" in name and not name.startswith(FOLDER):
+        if not name.startswith(FOLDER) and not any(pattern.fullmatch(name) for pattern in patterns):
             if names is None:
                 records = (record for record in found if record.startswith(FOLDER))
                 names = {each for record in records for each in read_names(storage, record)}
@@ -667,6 +700,8 @@ def _remove(
     refused: list[WriteError] = []
     removed: list[str] = []
     for name, handle in unfinished:
+        if check is not None:
+            check()
         try:
             storage.abort(name, handle)
         except WriteError as error:

@@ -855,7 +855,7 @@ def _each(storage: Storage, call: Callable[..., object], arguments: Sequence[tup
         wait(calls)
     finally:
         has_failed.set()
-        threads.close(0.0)
+        threads.close(_ABORT_S)
     for each_call in calls:
         each_call.result()
 

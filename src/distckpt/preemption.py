@@ -55,6 +55,8 @@ class Preemption:
         self._got: signal.Signals | None = None
         self._has_told = self._has_warned = False
         self._last_step: int | None = None
+        self._proposed: int | None = None
+        """Last step, as the first rank wants it; the others may not have heard."""
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("watch_preemption: Python takes signals on the main thread alone")
@@ -103,8 +105,11 @@ class Preemption:
         if self._coordinator.rank == 0:
             told = [int(json.loads(data)) for data in self._coordinator.hear([signalled]).values()]
             if told or self._got is not None:
-                self._last_step = max([step, *told]) + _MARGIN_STEPS
-                self._coordinator.tell(final, json.dumps(self._last_step).encode())
+                if self._proposed is None or self._proposed < step:
+                    self._proposed = max([step, *told]) + _MARGIN_STEPS
+                # Where it fails nobody may have heard, and this rank does not end by itself; or all have.
+                self._coordinator.tell(final, json.dumps(self._proposed).encode())
+                self._last_step = self._proposed
             return
         if self._got is not None and not self._has_told:
             self._coordinator.tell(signalled, json.dumps(step).encode())

@@ -26,7 +26,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -47,6 +47,7 @@ from distckpt.device import (
 )
 from distckpt.errors import StagingError
 from distckpt.formats import LARGE_ALIGNMENT, Format, Frame, contiguous_strides, lay_out
+from distckpt.threads import Threads
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -379,7 +380,7 @@ class Stager:
         self._word_home: Range | None = None
         self._word_lock = threading.Lock()
         self._lease_lock = threading.Lock()
-        self._readers: ThreadPoolExecutor | None = None
+        self._readers: Threads | None = None
         self._reads: list[Future[None]] = []
 
     def item(self, data: torch.Tensor) -> Item:
@@ -519,7 +520,7 @@ class Stager:
 
     def _read(self, source: Source, low: int, high: int, address: int) -> None:
         if self._readers is None:
-            self._readers = ThreadPoolExecutor(_READERS, "distckpt-source")
+            self._readers = Threads(_READERS, "distckpt-source")
         memory = (ctypes.c_char * (high - low)).from_address(address)
         target = memoryview(memory).cast("B")
         self._reads.append(self._readers.submit(source.read_into, low, high, target))
@@ -654,7 +655,7 @@ class Stager:
         """Give back what the stager itself holds of the arena."""
         self.collect()
         if self._readers is not None:
-            self._readers.shutdown()
+            self._readers.close(0.0)
         self.devices.close()
         self._words.clear()
         if self._word_home is not None:

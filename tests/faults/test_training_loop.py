@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -10,15 +11,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from distckpt import Checkpointer, CheckpointError, ConfigError, archive, commit, observe
+from distckpt import Checkpointer, CheckpointError, ConfigError, WriteError, archive, commit, observe
 from distckpt import checkpointer as checkpointer_module
+from distckpt.retention import Saved
 from faults.checkpoints import say, wait_until
 from faults.programs import Child, Programs
 
@@ -545,3 +547,164 @@ def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
         with pytest.raises(ConfigError, match="state: expected a mapping, got Linear"):
             checkpointer.save(0, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
         assert checkpointer.steps() == []
+
+
+def refusing_publish(*_: Any, **__: Any) -> None:
+    raise CheckpointError("the storage refuses")
+
+
+def test_a_save_whose_thread_cannot_be_started_is_never_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor keeps the call that it could not start a thread for, and the next call starts one."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("distckpt-write"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    state = small_state(1)
+    with Checkpointer(tmp_path, async_save=True, log_level="error") as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                checkpointer.save(1, state)
+        for step in (2, 3, 4):
+            state["step"] = step
+            state["t"].fill_(step)
+            checkpointer.save(step, state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [2, 3, 4]
+        for step in (2, 3, 4):
+            found = small_state(0)
+            checkpointer.restore(found, step)
+            assert (found["step"], found["t"].unique().tolist()) == (step, [step])
+
+
+def test_retention_goes_by_the_last_commit_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run went back; what is read of a step, slowly, is that of the commit before."""
+    with Checkpointer(tmp_path, log_level="error") as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(step, small_state(step))
+    details = archive.Archive._details
+    has_read, go_on = threading.Event(), threading.Event()
+
+    def slow(self: archive.Archive, place: archive.Copy) -> Saved:
+        found = details(self, place)
+        if place.step == 20:
+            has_read.set()
+            assert go_on.wait(20)
+        return found
+
+    with Checkpointer(tmp_path, keep_last=1, async_save=True, log_level="error") as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(archive.Archive, "_details", slow)
+            checkpointer.save(10, small_state(10)).result(20)
+            assert has_read.wait(20)
+        checkpointer.save(20, small_state(21)).result(20)
+        go_on.set()
+    found = small_state(0)
+    with Checkpointer(tmp_path, log_level="error") as checkpointer:
+        assert checkpointer.restore(found, 20) == 20
+    assert found["step"] == 21
+
+
+def test_what_a_second_failure_at_a_step_leaves_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path, log_level="error") as checkpointer:
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(checkpointer_module, "publish", refusing_publish)
+                with pytest.raises(CheckpointError, match="the storage refuses"):
+                    checkpointer.save(10, small_state(10))
+            assert (tmp_path / "step-00000010").exists()
+            checkpointer.save(20, small_state(20))
+            assert not (tmp_path / "step-00000010").exists()
+
+
+def test_a_failure_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(
+        tmp_path, ckpt_on_failure="warn", ckpt_max_failures=2, log_level="error"
+    ) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpointer_module, "publish", refusing_publish)
+            checkpointer.save(1, small_state(1))
+            with pytest.raises(CheckpointError, match="the storage refuses"):
+                checkpointer.save(2, small_state(2))
+        checkpointer.save(3, small_state(3))
+        assert checkpointer.steps() == [3]
+
+
+_LOOK = """
+import sys
+from distckpt import Checkpointer
+with Checkpointer(sys.argv[1], ckpt_local_dir=sys.argv[2]) as checkpointer:
+    print(checkpointer.steps())
+"""
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_who_only_looks_takes_nothing_from_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    """Neither its uploads while it lives, nor what is local and was to stay."""
+    root, local = tmp_path / "root", tmp_path / "local"
+    uploaded = threading.Event()
+
+    def nothing(*_: Any, **__: Any) -> None:
+        assert uploaded.wait(50)
+        raise CheckpointError("no upload in this test")
+
+    monkeypatch.setattr(archive, "mirror", nothing)
+    trainer = Checkpointer(root, ckpt_local_dir=str(local), ckpt_local_keep=5, log_level="error")
+    for step in range(1, 6):
+        trainer.save(step, small_state(step))
+    steps = sorted(path.name for path in local.glob("*/step-*"))
+    assert len(steps) == 5
+    if has_ended:
+        for owner in local.glob("*/step-*/.distckpt/owner"):
+            owner.unlink()
+    looked = subprocess.run(
+        [sys.executable, "-c", _LOOK, str(root), str(local)],
+        stdout=subprocess.PIPE, text=True, timeout=50, check=True,
+    )  # fmt: skip
+    assert looked.stdout == "[1, 2, 3, 4, 5]\n"
+    assert sorted(path.name for path in local.glob("*/step-*")) == steps
+    assert bool(list(root.glob("step-*"))) == has_ended
+    uploaded.set()
+    with pytest.raises(CheckpointError, match="no upload"):
+        trainer.close()
+
+
+class Words:
+    """A coordinator of two ranks, the other of which says nothing."""
+
+    rank = 0
+    ranks = (0, 1)
+
+    def __init__(self) -> None:
+        self.left: dict[str, bytes] = {}
+
+    def tell(self, key: str, value: bytes) -> None:
+        self.left[key] = value
+
+    def hear(self, keys: Sequence[str]) -> dict[str, bytes]:
+        return {key: self.left[key] for key in keys if key in self.left}
+
+    def forget(self, keys: Iterable[str]) -> None:
+        pass
+
+
+def test_of_every_attempt_the_others_hear_how_it_failed(tmp_path: Path) -> None:
+    """Also of the last at a state that the budget does not hold: they would wait for their deadline."""
+    words = Words()
+    with Checkpointer(
+        tmp_path, participants=words, ckpt_on_failure="retry", ckpt_max_failures=2, ckpt_host_memory="32MiB",
+        ckpt_bucket_bytes="4MiB", ckpt_fully_parallel_load=False, log_level="error",
+    ) as checkpointer:  # fmt: skip
+        (tmp_path / "step-00000001").touch()
+        with pytest.raises(WriteError):
+            checkpointer.save(1, {"x": torch.zeros(64 << 20, dtype=torch.uint8)})
+    said = {key: json.loads(value)["phase"] for key, value in words.left.items()}
+    assert len(said) == 2
+    assert set(said.values()) == {"failed"}

@@ -523,12 +523,28 @@ def test_uploads_of_a_save_that_was_killed_are_given_up_by_the_next(s3_server: S
     killed = uuid.uuid4().hex
     claim(storage, killed)
     write_names(storage, names_name(killed, 0), ["weight/c.0"])
-    others = ["other/__0_0.distcp.ab12", "weight/c.1"]
+    others = ["other/__0_0.distcp.ab12", "tokenizer.tar", "weight/c.1"]
     for name in ("__0_0.distcp.ab12", "weight/c.0", ".distckpt/owner", *others):
         storage.create_image(name, PART + 1)
     with Checkpointer(s3_url, storage_options=s3_server.options) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(3)})
     assert sorted(s3_server.unfinished_uploads(storage.url)) == others
+
+
+def test_parts_that_arrive_are_a_change(s3_server: S3Server, s3_url: str) -> None:
+    """A file that takes longer than a save may be idle is no object before it is complete."""
+    storage = opened(s3_url, s3_server.options)
+    assert storage.last_change() is None
+    token = storage.create_image("image", 2 * PART)
+    image = storage.open_image("image", token)
+    before = time.time()
+    with memoryview(bytes(PART)) as data:
+        image.write(0, [data], crc32c.crc32c(data))
+    changed = storage.last_change()
+    assert changed is not None
+    assert changed > before - 2.0
+    image.close()
+    storage.discard_image("image", token)
 
 
 @pytest.mark.parametrize(

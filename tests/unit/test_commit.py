@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,16 +25,20 @@ from distckpt.commit import (
     Claim,
     claim,
     committed_by,
+    exclusive_of,
     leftovers,
     publish,
     reclaim,
     refuse_part,
     sweep,
+    writer_lives,
 )
 from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
+from distckpt.formats import open_format
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import (
     METADATA,
+    OWNER,
     TRAILER,
     ItemTable,
     Manifest,
@@ -46,6 +51,7 @@ from distckpt.manifest import (
     write_manifest,
 )
 from distckpt.storage import ImageFile, Receipt, Storage, open_storage
+from distckpt.storage.posix import PosixStorage
 from distckpt.worker import CHECKSUM_BLOCK_BYTES, block_spans, checksum
 
 
@@ -891,3 +897,59 @@ def test_metadata_under_another_name_are_found(storage: Storage, tmp_path: Path)
     for name in ("__0.metadata", METADATA):
         with pytest.raises(IntegrityError, match="as another file"):
             load_integrity(storage, part, name)
+
+
+class StoreOfUploads(PosixStorage):
+    """Has unfinished uploads, and notes those that are given up."""
+
+    def __init__(self, root: str, uploads: Sequence[str], meanwhile: Callable[[], object] = list) -> None:
+        super().__init__(root)
+        self.uploads, self.meanwhile = uploads, meanwhile
+        self.given_up: list[str] = []
+
+    def unfinished(self) -> builtins.list[tuple[str, str]]:
+        self.meanwhile()
+        return [(name, "1") for name in self.uploads]
+
+    def abort(self, name: str, handle: str) -> None:
+        self.given_up.append(name)
+
+
+def test_uploads_of_others_are_left_alone(tmp_path: Path) -> None:
+    ours = ["__0_0.distcp.ab12", ".metadata", ".distckpt/owner"]
+    storage = StoreOfUploads(str(tmp_path / "x"), [*ours, "tokenizer.tar", "other/__0_0.distcp.ab12"])
+    storage.prepare()
+    claimed = claim(storage, "ef56")
+    publish(storage, b"metadata", claimed, [])
+    assert sorted(storage.given_up) == sorted(ours)
+
+
+def test_who_was_overtaken_gives_up_no_upload_of_its_successor(tmp_path: Path) -> None:
+    root = str(tmp_path / "x")
+    exclusive = exclusive_of(open_format("zarr"))
+    storage = StoreOfUploads(
+        root, ["__0_0.distcp.bb22"], lambda: claim(PosixStorage(root), "bb22", exclusive=exclusive)
+    )
+    storage.prepare()
+    with pytest.raises(CommitError, match="claimed by another save"):
+        claim(storage, "aa11", exclusive=exclusive)
+    assert storage.given_up == []
+
+
+def test_what_a_process_writes_that_lives_is_not_idle(storage: Storage) -> None:
+    """However long its storage shows no change; and a number that another process has by now is not it."""
+    storage.prepare()
+    claim(storage, "ab12")
+    owner = unseal(storage, OWNER, storage.read(OWNER) or b"")
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        fields = {key: value for key, value in owner.items() if key not in {"version", "sha256"}}
+        storage.put(OWNER, seal({**fields, "pid": sleeper.pid, "time": time.time()}))
+        assert writer_lives(storage)
+        assert not reclaim(storage, "cd34", idle_s=-1.0)
+        storage.put(OWNER, seal({**fields, "pid": sleeper.pid, "time": time.time() - 3600}))
+        assert not writer_lives(storage)
+        assert reclaim(storage, "cd34", idle_s=3600.0)
+    finally:
+        sleeper.kill()
+        sleeper.wait()

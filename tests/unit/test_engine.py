@@ -675,3 +675,32 @@ def test_buckets_that_a_relative_budget_does_not_hold_are_refused_when_the_engin
     assert opened("25%", ckpt_bucket_bytes="16MiB").part_bytes == 16 * MIB
     with pytest.raises(ConfigError, match=r"budget of 67108864 bytes .* at most 16MiB, got '32MiB'"):
         opened("25%", ckpt_bucket_bytes="32MiB")
+
+
+def test_files_whose_creation_is_interrupted_are_given_up(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several are created at once; those that are under way end, and are given up with the others."""
+    engine = opened(workers=1)
+    create = type(storage).create_image
+    created: list[str] = []
+
+    def slow(name: str, nbytes: int) -> str:
+        time.sleep(0.5)
+        token = create(storage, name, nbytes)
+        created.append(name)
+        return token
+
+    def interrupt(calls: object) -> None:
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    storage.at_once = 4  # type: ignore[attr-defined]
+    monkeypatch.setattr(storage, "create_image", slow)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.write(storage, "0a", 0, [literal(bytes(3 * MIB)) for _ in range(6)], num_files=4)
+    assert len(created) == 4
+    assert storage.list() == {}
+    engine.close()

@@ -242,3 +242,24 @@ def test_on_another_thread_it_is_refused() -> None:
     thread.start()
     thread.join()
     assert isinstance(found[0], ConfigError)
+
+
+def test_a_word_that_was_lost_ends_no_rank_alone() -> None:
+    board = Board()
+    first, second = watches(2, board)
+    first._got = signal.SIGTERM
+    first._coordinator.hear([])
+    hear = first._coordinator.hear
+
+    def and_then_away(keys: Sequence[str]) -> Mapping[str, bytes]:
+        found = hear(keys)
+        board.is_reachable = False
+        return found
+
+    first._coordinator.hear = and_then_away  # type: ignore[method-assign]
+    assert not first.is_due(10)
+    first._coordinator.hear = hear  # type: ignore[method-assign]
+    board.is_reachable = True
+    due = [(first.is_due(step), second.is_due(step)) for step in range(11, 16)]
+    assert [one for one, _ in due] == [other for _, other in due]
+    assert due[-1] == (True, True)

@@ -717,11 +717,20 @@ class S3Storage:
                 self._fail(error, "cannot remove", name)
 
     def last_change(self) -> float | None:
-        """See `Storage.last_change`: what was removed is not seen."""
+        """See `Storage.last_change`: what was removed is not seen.
+
+        Parts of uploads are: a file that takes long is no object before it is complete.
+        """
         newest: float | None = None
         for page in self._pages("list_objects_v2", "cannot list", Prefix=self._base):
             for entry in page.get("Contents", ()):
                 newest = max(newest or 0.0, entry["LastModified"].timestamp())
+        for name, upload_id in self._uploads(""):
+            parts = {"Key": self._key(name), "UploadId": upload_id}
+            with contextlib.suppress(*_errors()):
+                for page in self._paginate("list_parts", **parts):
+                    for entry in page.get("Parts", ()):
+                        newest = max(newest or 0.0, entry["LastModified"].timestamp())
         return newest
 
     def remove_directory(self) -> bool:
