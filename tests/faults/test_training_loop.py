@@ -679,8 +679,8 @@ def test_who_only_looks_takes_nothing_from_the_trainer(
 class Words:
     """A coordinator of two ranks, the other of which says nothing."""
 
-    rank = 0
-    ranks = (0, 1)
+    rank: int = 0
+    ranks: tuple[int, ...] = (0, 1)
 
     def __init__(self) -> None:
         self.left: dict[str, bytes] = {}

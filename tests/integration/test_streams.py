@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from typing import Any
 
@@ -164,6 +165,18 @@ def test_nothing_appears_before_it_is_finished(s3_server: S3Server, s3_url: str,
     image.finish()
     assert s3_server.keys(s3_url) == {"image": len(data)}
     assert s3_server.unfinished_uploads(s3_url) == []
+
+
+def test_parts_that_arrive_are_a_change(s3_server: S3Server, s3_url: str) -> None:
+    storage = open_s3(s3_server, s3_url, "s3fs")
+    assert storage.last_change() is None
+    bucket, key = s3_server.bucket, f"{s3_url.rpartition('/')[2]}/image"
+    upload = s3_server.client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+    assert storage.last_change() is None
+    s3_server.client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"x")
+    changed = storage.last_change()
+    assert changed is not None
+    assert abs(changed - time.time()) < 30.0
 
 
 def test_uploads_of_a_process_that_died_are_found_and_given_up(s3_server: S3Server, s3_url: str) -> None:

@@ -489,7 +489,7 @@ class FsspecStorage:
             self._remove_directory(self._path(name).rstrip("/"), url)
 
     def last_change(self) -> float | None:
-        """See `Storage.last_change`: of the files, as directories tell no times.
+        """See `Storage.last_change`: of the files, as directories tell no times; through s3fs, of parts, too.
 
         Raises:
             WriteError: The storage refuses.
@@ -499,6 +499,8 @@ class FsspecStorage:
                 self._fs.invalidate_cache(self._root)
                 entries = self._fs.find(self._root, detail=True)
                 times = [self._time(path, entry) for path, entry in entries.items()]
+            uploads = self._uploads(f"{self._root}/") if self._lists_uploads else ()
+            times += [time for upload in uploads for time in self._times_of_parts(*upload)]
         except WriteError as error:
             if _is_absence(error):
                 return None
@@ -506,6 +508,19 @@ class FsspecStorage:
         # One that is not known may be the last.
         known = [time for time in times if time is not None]
         return max(known, default=None) if len(known) == len(times) else None
+
+    def _times_of_parts(self, name: str, upload: str) -> list[float]:
+        bucket, _, key = self._path(name).partition("/")
+        times: list[float] = []
+        more: dict[str, Any] | None = {}
+        # It may be complete by now, or given up.
+        with contextlib.suppress(WriteError), _mapped(self._url(name), "cannot look at the parts of"):
+            while more is not None:
+                page = self._fs.call_s3("list_parts", Bucket=bucket, Key=key, UploadId=upload, **more)
+                times += [part["LastModified"].timestamp() for part in page.get("Parts") or []]
+                marker = page.get("NextPartNumberMarker")
+                more = {"PartNumberMarker": marker} if page.get("IsTruncated") else None
+        return times
 
     def _time(self, path: str, entry: Mapping[str, Any]) -> float | None:
         value = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
