@@ -509,18 +509,17 @@ class FsspecStorage:
         known = [time for time in times if time is not None]
         return max(known, default=None) if len(known) == len(times) else None
 
-    def _times_of_parts(self, name: str, upload: str) -> list[float]:
+    def _times_of_parts(self, name: str, upload: str) -> Iterator[float]:
         bucket, _, key = self._path(name).partition("/")
-        times: list[float] = []
         more: dict[str, Any] | None = {}
         # It may be complete by now, or given up.
         with contextlib.suppress(WriteError), _mapped(self._url(name), "cannot look at the parts of"):
             while more is not None:
                 page = self._fs.call_s3("list_parts", Bucket=bucket, Key=key, UploadId=upload, **more)
-                times += [part["LastModified"].timestamp() for part in page.get("Parts") or []]
+                for part in page.get("Parts") or ():
+                    yield part["LastModified"].timestamp()
                 marker = page.get("NextPartNumberMarker")
                 more = {"PartNumberMarker": marker} if page.get("IsTruncated") else None
-        return times
 
     def _time(self, path: str, entry: Mapping[str, Any]) -> float | None:
         value = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
