@@ -51,8 +51,8 @@ _WIDTH = 512
 _STEP_S = 0.05
 _MOST_LOCAL = 10
 """In states: those kept, uploaded and under way, and what a killed process has left until the next commit."""
-_MOST_REMOTE = 8
-"""In states, beside those that keep_every keeps."""
+_MOST_REMOTE = 10
+"""In states, beside those that keep_every keeps: as above, for removal follows an upload."""
 _LEAST_LIFE_SAVES = 30
 """Memory and descriptors are compared within lives of a process of so many saves."""
 _MOST_RSS_GROWTH = 1.15
@@ -249,10 +249,18 @@ class Soak:
                 with contextlib.suppress(OSError):
                     local += (Path(folder) / name).stat().st_size
         self.most_local = max(self.most_local, local)
-        keys = self._server.keys(self._url)
-        steps = {key.split("/")[0] for key in keys}
-        kept = sum(step.startswith("step-") and int(step[5:]) % _KEEP_EVERY == 0 for step in steps)
-        self.most_remote = max(self.most_remote, sum(keys.values()) - kept * self._state_bytes())
+        remote = sum(
+            nbytes for step, nbytes in self._remote_steps().items() if step is None or step % _KEEP_EVERY
+        )
+        self.most_remote = max(self.most_remote, remote)
+
+    def _remote_steps(self) -> Counter[int | None]:
+        """Return the bytes on the server of each step, and under None of what is of none."""
+        found: Counter[int | None] = Counter()
+        for key, nbytes in self._server.keys(self._url).items():
+            step = key.split("/")[0].removeprefix("step-")
+            found[int(step) if step.isdecimal() else None] += nbytes
+        return found
 
     def _state_bytes(self) -> int:
         weights = 2 * 2 * _WIDTH * _WIDTH + 3 * _WIDTH
@@ -340,6 +348,9 @@ class Soak:
             report = verify(open_storage(f"{self._url}/step-{step:08}", storage_options))
             if report.status != "complete":
                 raise Fault(f"step {step} is {report.status}: {report.findings[:1]}")
+        left = sorted(step for step in self._remote_steps() if step is not None and step not in steps)
+        if left:
+            raise Fault(f"of steps {left} there is something left on the server")
         uploads = self._server.unfinished_uploads(self._url)
         if uploads:
             raise Fault(f"unfinished uploads are left: {uploads}")
