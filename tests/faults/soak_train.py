@@ -56,6 +56,8 @@ _MOST_REMOTE = 10
 _LEAST_LIFE_SAVES = 30
 """Memory and descriptors are compared within lives of a process of so many saves."""
 _MOST_RSS_GROWTH = 1.15
+_MOST_DESCRIPTORS = 4
+"""More at the end of a life: connections to the server, of which an upload uses as many at once."""
 _STUCK_S = 120.0
 
 
@@ -363,7 +365,7 @@ class Soak:
         growths, descriptors = self._growths()
         if growths and max(growths) > _MOST_RSS_GROWTH:
             raise Fault(f"memory has grown by {max(growths):.2f} within the life of a process")
-        if descriptors and max(descriptors) > 2:
+        if descriptors and max(descriptors) > _MOST_DESCRIPTORS:
             raise Fault(f"{max(descriptors)} more descriptors at the end of a process than at the start")
         return {
             "events": dict(self.events),
