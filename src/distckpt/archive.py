@@ -25,7 +25,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint, writer_lives
+from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint, writer_may_live
 from distckpt.errors import CheckpointError
 from distckpt.exitstatus import note_failure
 from distckpt.manifest import METADATA
@@ -236,12 +236,12 @@ class Archive:
             settled.discard(step)
 
     def resume(self) -> None:
-        """Begin to upload what a process before this one has left; not what one that lives will upload."""
+        """Begin to upload what a process before this one has left; not what one that may live will upload."""
         if len(self._urls) == 1:
             return
         try:
             steps = self._directories(0)
-            is_anothers = bool(steps) and writer_lives(self.open(steps[-1]))
+            is_anothers = bool(steps) and writer_may_live(self.open(steps[-1]))
         except CheckpointError as error:
             _LOG.warning("what was not uploaded is after the next save: %s", error)
             return

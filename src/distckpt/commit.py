@@ -497,8 +497,8 @@ def _is_over(storage: Storage, failed: Collection[str], idle_s: float) -> bool:
     return changed is not None and time.time() - changed > idle_s
 
 
-def writer_lives(storage: Storage) -> bool:
-    """Say whether another process of this machine that has claimed a directory is still there.
+def writer_may_live(storage: Storage) -> bool:
+    """Say whether another process that has claimed a directory may still be there.
 
     Raises:
         WriteError: The storage refuses.
@@ -506,7 +506,9 @@ def writer_lives(storage: Storage) -> bool:
     owner: dict[str, Any] = {}
     with contextlib.suppress(IntegrityError):
         owner = _owner(storage)
-    return bool(_lives(owner))
+    lives = _lives(owner)
+    # Of another machine nothing is known.
+    return bool(owner) and owner.get("host") != _host() if lives is None else lives
 
 
 def _lives(owner: Mapping[str, Any]) -> bool | None:

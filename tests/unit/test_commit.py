@@ -31,7 +31,7 @@ from distckpt.commit import (
     reclaim,
     refuse_part,
     sweep,
-    writer_lives,
+    writer_may_live,
 )
 from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
 from distckpt.formats import open_format
@@ -945,10 +945,13 @@ def test_what_a_process_writes_that_lives_is_not_idle(storage: Storage) -> None:
     try:
         fields = {key: value for key, value in owner.items() if key not in {"version", "sha256"}}
         storage.put(OWNER, seal({**fields, "pid": sleeper.pid, "time": time.time()}))
-        assert writer_lives(storage)
+        assert writer_may_live(storage)
         assert not reclaim(storage, "cd34", idle_s=-1.0)
         storage.put(OWNER, seal({**fields, "pid": sleeper.pid, "time": time.time() - 3600}))
-        assert not writer_lives(storage)
+        assert not writer_may_live(storage)
+        storage.put(OWNER, seal({**fields, "host": "another"}))
+        assert writer_may_live(storage)
+        storage.put(OWNER, seal({**fields, "pid": sleeper.pid, "time": time.time() - 3600}))
         assert reclaim(storage, "cd34", idle_s=3600.0)
     finally:
         sleeper.kill()
