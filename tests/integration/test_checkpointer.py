@@ -65,17 +65,23 @@ def workers(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+MANY = 8
+"""Saves that may be under way at once: while they are held back, none waits for another."""
+
+
 @pytest.fixture
 def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
     """Saves in the background, to the test's own directory."""
-    with Checkpointer(tmp_path, async_save=True) as opened:
+    with Checkpointer(tmp_path, async_save=True, ckpt_max_in_flight=MANY) as opened:
         yield opened
 
 
 @pytest.fixture
 def either(tmp_path: Path, workers: int) -> Iterator[Checkpointer]:
     """The same, in this process or in two of its own."""
-    with Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers) as opened:
+    with Checkpointer(
+        tmp_path, async_save=True, dist_ckpt_workers=workers, ckpt_max_in_flight=MANY
+    ) as opened:
         yield opened
 
 
@@ -917,7 +923,7 @@ def test_close_waits_for_saves_that_are_under_way(tmp_path: Path, workers: int) 
 
 def test_a_checkpointer_that_failed_is_closed_all_the_same(tmp_path: Path, workers: int) -> None:
     path_of(tmp_path, 0).touch()
-    checkpointer = Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers)
+    checkpointer = Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers, ckpt_max_in_flight=MANY)
     handle = checkpointer.save(0, {"t": torch.zeros(MIB)})
     with pytest.raises(WriteError):
         checkpointer.close()

@@ -78,7 +78,7 @@ def test_failing_subscriber_is_logged_once_and_harms_nobody(caplog: pytest.LogCa
 
     seen: list[Event] = []
     ends = [subscribe(fail), subscribe(seen.append)]
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, "distckpt"):
         emit("one")
         emit("two")
     for end in ends:
