@@ -520,13 +520,16 @@ def _lives(owner: Mapping[str, Any]) -> bool | None:
     if owner.get("host") != _host() or not isinstance(pid, int) or pid == os.getpid():
         return None
     try:
-        # Another one may have the number by now.
-        started_s = psutil.Process(pid).create_time()
+        process = psutil.Process(pid)
+        started_s = process.create_time()
+        has_ended = process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
         return None
-    return not isinstance(claimed_s, (int, float)) or started_s < claimed_s + _CLOCK_S
+    # Another one may have the number by now.
+    is_another = isinstance(claimed_s, (int, float)) and started_s > claimed_s + _CLOCK_S
+    return not (has_ended or is_another)
 
 
 def _host() -> str:

@@ -953,6 +953,11 @@ def test_what_a_process_writes_that_lives_is_not_idle(storage: Storage) -> None:
         assert writer_may_live(storage)
         storage.put(OWNER, seal({**fields, "pid": sleeper.pid, "time": time.time() - 3600}))
         assert reclaim(storage, "cd34", idle_s=3600.0)
+        claim(storage, "ef56")
+        storage.put(OWNER, seal({**fields, "pid": sleeper.pid, "time": time.time()}))
+        sleeper.kill()
+        os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+        assert not writer_may_live(storage), "nobody has waited for it yet"
     finally:
         sleeper.kill()
         sleeper.wait()
