@@ -547,6 +547,21 @@ def test_parts_that_arrive_are_a_change(s3_server: S3Server, s3_url: str) -> Non
     storage.discard_image("image", token)
 
 
+def test_parts_that_cannot_be_listed_are_not_taken_for_none(
+    faulty: S3Storage, fault_proxy: FaultProxy
+) -> None:
+    """A save that is under way would look idle, and be removed."""
+    token = faulty.create_image("image", 2 * PART)
+    fault_proxy.set_rules({"op": "ListParts", "status": 403, "code": "AccessDenied"})
+    with pytest.raises(WriteError, match=r"cannot look at the parts of .*image"):
+        faulty.last_change()
+    assert fault_proxy.faults() == 1
+    fault_proxy.set_rules({"op": "ListParts", "status": 404, "code": "NoSuchUpload"})
+    assert faulty.last_change() is None
+    fault_proxy.set_rules()
+    faulty.discard_image("image", token)
+
+
 @pytest.mark.parametrize(
     ("status", "code"), [(501, "NotImplemented"), (403, "AccessDenied"), (405, "MethodNotAllowed")]
 )

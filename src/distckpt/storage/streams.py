@@ -512,14 +512,19 @@ class FsspecStorage:
     def _times_of_parts(self, name: str, upload: str) -> Iterator[float]:
         bucket, _, key = self._path(name).partition("/")
         more: dict[str, Any] | None = {}
-        # It may be complete by now, or given up.
-        with contextlib.suppress(WriteError), _mapped(self._url(name), "cannot look at the parts of"):
-            while more is not None:
-                page = self._fs.call_s3("list_parts", Bucket=bucket, Key=key, UploadId=upload, **more)
-                for part in page.get("Parts") or ():
-                    yield part["LastModified"].timestamp()
-                marker = page.get("NextPartNumberMarker")
-                more = {"PartNumberMarker": marker} if page.get("IsTruncated") else None
+        while more is not None:
+            try:
+                with _mapped(self._url(name), "cannot look at the parts of"):
+                    page = self._fs.call_s3("list_parts", Bucket=bucket, Key=key, UploadId=upload, **more)
+            except WriteError as error:
+                # It is complete by now, or given up.
+                if _is_absence(error):
+                    return
+                raise
+            for part in page.get("Parts") or ():
+                yield part["LastModified"].timestamp()
+            marker = page.get("NextPartNumberMarker")
+            more = {"PartNumberMarker": marker} if page.get("IsTruncated") else None
 
     def _time(self, path: str, entry: Mapping[str, Any]) -> float | None:
         value = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
