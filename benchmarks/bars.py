@@ -156,7 +156,7 @@ class Line:
     """One row of the table: a figure beside its reference, and whether the bar is met.
 
     Attributes:
-        number: The bar in the issue; may be empty.
+        number: Of the bar; may be empty.
         what: What was measured.
         measured: The figure with its unit.
         reference: What it is compared with, measured in the same process.

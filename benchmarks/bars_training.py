@@ -8,6 +8,7 @@ import math
 import select
 import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean, median, quantiles, stdev
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ _LOOK_EVERY = 200
 """How often to look whether a save failed: raising what says that it has not takes a while."""
 _BLOCK_STEPS = 200
 _WARM = 0.01
+_ALONE = 10
+_POLL_S = 0.001
 _WARM_SAVES = 3
 """Saves until one replays a captured graph."""
 _HIDDEN = 1.25
@@ -380,6 +383,7 @@ def measure_training(report: Report, device: str, sizes: Sizes) -> None:
     with report.trying("compute"), scratch(default_disk()) as folder:
         report.add("compute_storage", storage_type(folder))
         with trainer.opened(folder) as (checkpointer, saving):
+            trainer.measure_alone(saving)
             trainer.measure("compute", sizes.training_phases, saving, checkpointer)
         with report.trying("bare"):
             trainer.measure_bare(folder)
@@ -484,6 +488,21 @@ class _Trainer:
         self._report.add(f"{name}_saving", saved.as_record())
         self._report.add(f"{name}_phase_means_s", means)
 
+    def measure_alone(self, saving: _Saving) -> None:
+        """Save with no loop beside it: the call, and the processor time that this process takes after it."""
+        for _ in range(_ALONE):
+            phase, before = _Phase(), _thread_seconds()
+            saving.before_step(phase, True)
+            started = time.perf_counter()
+            while not saving.is_over():
+                time.sleep(_POLL_S)
+            self._report.append("alone_s", phase.pauses[0] + time.perf_counter() - started)
+            self._report.append("alone_call_s", phase.pauses[0])
+            after, mine = _thread_seconds(), threading.get_native_id()
+            others = sum(seconds - before.get(task, 0.0) for task, seconds in after.items() if task != mine)
+            self._report.append("alone_threads_s", others)
+            saving.wait()
+
     def measure_bare(self, folder: Path) -> None:
         """Run the compute loop beside a plain copy and plain writes, again and again."""
         saving = _BareSaving(self._cores, self._parameters, folder)
@@ -506,6 +525,16 @@ class _Trainer:
         finally:
             saving.close()
             stock.close()
+
+
+def _thread_seconds() -> dict[int, float]:
+    """Return the processor seconds of each thread of this process, by its native id."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        # It may have ended.
+        with contextlib.suppress(OSError):
+            found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
 
 
 def _check_graphs(
@@ -570,6 +599,18 @@ def lines_of_training(found: Found) -> list[Line]:
         "stock": "compute loop, stock async_save (pinned)",
     }
     apart = _apart(found.get("cores", {}))
+    if has(found, "alone_s", "alone_call_s", "alone_threads_s"):
+        whole_s, call_s, threads_s = (median(found[f"alone_{name}"]) for name in ("s", "call_s", "threads_s"))
+        lines.append(
+            Line(
+                "3",
+                f"{size}, nothing beside it: processor time of the trainer's process",
+                f"call {milliseconds(call_s)}, other threads {milliseconds(threads_s)}",
+                f"{100 * (call_s + threads_s) / whole_s:.2f} % of the {whole_s:.2f} s of a save",
+                "",
+                None,
+            )
+        )
     for name, what in names.items():
         if not has(found, f"{name}_plain", f"{name}_saving"):
             continue
@@ -583,14 +624,16 @@ def lines_of_training(found: Found) -> list[Line]:
         ]
         slowdown = median(slowdowns)
         has_bar = name == "compute"
+        average = f"{100 * mean(slowdowns):+.2f} %"
+        if len(slowdowns) > 1:
+            average += f" +-{100 * stdev(slowdowns) / len(slowdowns) ** 0.5:.2f}"
         spread = (max(means[::2]) - min(means[::2])) / step_s / 2
         number = len(means[::2])
         reference = (
             f"without saves {milliseconds(step_s)}, {number} such phases within +-{100 * spread:.2f} %"
         )
         if name in ("compute", "bare"):
-            each = ", ".join(f"{100 * one:+.2f}" for one in slowdowns)
-            reference += f"; each phase {each} %; {apart}"
+            reference += f"; mean of all phases, and its standard error: {average}; {apart}"
         else:
             lost_s = slowdown * step_s * saved["number"] / max(1, saved["saves"])
             copy_s = found["nbytes"] / GIB / ceiling_rate(found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from results import FIGURES, Results, read_records, shown, value_of
+from results import FIGURES, Results, midmean, read_records, shown, value_of
 from rich.console import Console
 from rich.table import Table
 
@@ -79,7 +79,7 @@ def compare(before: Results, after: Results) -> Iterator[Comparison]:
                 continue
             beside = [record.get("of_ceiling", {}).get(figure) for record in (first, second)]
             if all(beside):
-                ratio = median(beside[1]) / median(beside[0])
+                ratio = midmean(beside[1]) / midmean(beside[0])
                 spreads = [spread(samples) for samples in beside]
             else:
                 ratio = mine / theirs

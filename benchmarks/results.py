@@ -20,10 +20,10 @@ Times are in seconds, sizes in bytes; with several ranks a time is that of the s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from reasons import reason
@@ -156,12 +156,22 @@ class Results:
             return None
         beside = record.get("of_ceiling", {}).get(figure)
         if beside:
-            return float(median(beside))
+            return midmean(beside)
         value = value_of(record, figure)
         rate = self.bound(FIGURES[figure].ceiling)
         if rate is None or not value:
             return None
         return float(record["nbytes"]) / rate / value
+
+
+def midmean(samples: Sequence[float]) -> float:
+    """Return the mean of the middle half of the samples.
+
+    As steady as a mean where a ceiling takes turns between two values, as disks' do, and as hard to move by a
+    single sample as a median.
+    """
+    spare = (len(samples) + 1) // 4
+    return mean(sorted(samples)[spare : len(samples) - spare])
 
 
 def value_of(record: Record, figure: str) -> float | None:

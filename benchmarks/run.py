@@ -46,8 +46,11 @@ _PROBE_BYTES = 256 << 20
 _START_S = 10.0
 """What a process takes until it measures, about: torch is imported, the device is set up."""
 _SPARE_CORES = 8
-_MANY = 2.5
+_MANY = 3.5
 """How many times more often distckpt saves than a state is saved for the other figures."""
+_LEAST_BYTES = 64 << 20
+_STEP = 4
+"""From one size of a state to the next: the next run on a disk of about this speed takes the same."""
 _SECTIONS = ("ceilings", "candidates", "workloads", "training", "sweep", "s3", "mlperf")
 _DEFAULT_SECTIONS = _SECTIONS[:-1]
 _QUICK_SECTIONS = ("ceilings", "candidates", "sweep")
@@ -82,7 +85,7 @@ class Size:
 
     Attributes:
         minutes: It takes no longer.
-        save_s: How long plain writes of all ranks' states shall take.
+        save_s: How long plain writes of all ranks' states may take; a quarter of it at least.
         repeats: Of later saves, at most.
         seconds: For the repetitions of one part.
         training_s: For the phases of one training.
@@ -99,8 +102,8 @@ class Size:
     workloads: tuple[str, ...]
 
 
-FULL = Size(8.8, 1.0, 5, 10.0, 18.0, 30.0, tuple(WORKLOADS))
-QUICK = Size(1.0, 0.3, 2, 2.0, 6.0, 8.0, (_COMPARED,))
+FULL = Size(8.8, 2.0, 5, 10.0, 18.0, 30.0, tuple(WORKLOADS))
+QUICK = Size(1.0, 0.6, 2, 2.0, 6.0, 8.0, (_COMPARED,))
 
 
 class Run:
@@ -121,7 +124,10 @@ class Run:
         # Where there are cores to spare, the processes of the next part start beside this one.
         self.starts_ahead = cores >= _SPARE_CORES * self.ranks
         self.start_s = _START_S / 2 if self.starts_ahead else _START_S
-        self.workers: int = arguments.workers or max(1, min(8, cores // (2 * self.ranks)))
+        # Not what the sweep finds: two numbers that do as well are a matter of chance, and other figures.
+        self.workers: int = arguments.workers or max(2, min(8, cores // (2 * self.ranks)))
+        self.plain_s = size.save_s
+        """How long plain writes of all ranks' states take, about."""
         # Of a peer: threads, which cost it less than processes would.
         self.threads = max(2, min(8, cores // self.ranks))
 
@@ -151,7 +157,8 @@ class Run:
             # The state is in host memory, and once more when it is loaded.
             limits[2] //= 2
         given = self.arguments.gib_per_rank
-        nbytes = int(given * GIB) if given else max(64 << 20, min(limits) // (64 << 20) * (64 << 20))
+        nbytes = int(given * GIB) if given else _coarse(min(limits))
+        self.plain_s = plain_s * nbytes * self.ranks / _PROBE_BYTES
         if given and nbytes > min(limits[2:]):
             room = f"{min(limits[2:]) / GIB:.1f} GiB each"
             raise SystemExit(f"--gib-per-rank {given}: {self.ranks} ranks have room for {room}")
@@ -168,6 +175,7 @@ class Run:
         )
 
     def start(self, spec: Spec) -> None:
+        """Begin the file of results."""
         self.out.unlink(missing_ok=True)
         self.record({
             "kind": "run", "schema": SCHEMA, **describe({}), "command": command_line(self.arguments),
@@ -205,6 +213,14 @@ class Run:
             self.skip(section, name, failure)
         self.seconds[section] = self.seconds.get(section, 0.0) + time.monotonic() - started
         return not failure
+
+
+def _coarse(nbytes: int) -> int:
+    """Return the largest of 64 MiB, 256 MiB, 1 GiB, ... that is not above `nbytes`; at least the first."""
+    size = _LEAST_BYTES
+    while size * _STEP <= nbytes:
+        size *= _STEP
+    return size
 
 
 class Processes:
@@ -274,7 +290,7 @@ def _clear(folder: Path) -> None:
 def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> None:
     """Measure the sections that were asked for, the most telling first, as long as there is time."""
     only = sections(run.arguments)
-    plain_s = run.size.save_s
+    plain_s = run.plain_s
     # A first save, one watched, repetitions, and loads; those of distckpt each beside its ceiling.
     peer_s = run.start_s + 12 * plain_s
     ours_s = run.start_s + 40 * plain_s
@@ -328,15 +344,14 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
 
 
 def _advised(run: Run, spec: Spec) -> Spec:
-    """Have distckpt use the flags that the sweep found best; workers are those asked for, if any were."""
+    """Have distckpt use the buckets and O_DIRECT, or not, that the sweep found best."""
     if not run.advised:
         return spec
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     found = parser.parse_args(" ".join(run.advised).split())
     settings = {"ckpt_bucket_bytes": found.ckpt_bucket_bytes, "ckpt_direct_io": found.ckpt_direct_io}
-    workers = run.arguments.workers or found.dist_ckpt_workers
-    return replace(spec, workers=workers, settings=settings)
+    return replace(spec, settings=settings)
 
 
 def _order(section: str, name: str) -> int:
@@ -501,7 +516,7 @@ def main() -> None:
             run.start(spec)
             if "ceilings" in only:
                 progress("ceilings", 0.0)
-                if run.cell("ceilings", "ceilings", "all", spec, run.start_s + 20 * size.save_s):
+                if run.cell("ceilings", "ceilings", "all", spec, run.start_s + 20 * run.plain_s):
                     spec = replace(spec, write=_fastest(Results(read_records(run.out))))
             try:
                 measure(run, spec, progress)

@@ -60,7 +60,7 @@ _LOG = logging.getLogger(__name__)
 _TORCH_DIST = open_format("torch_dist")
 _SHORTEST_WAIT_FOR_SLOT_S = 0.001
 _LONGEST_WAIT_FOR_SLOT_S = 0.008
-"""Half the slots are full meanwhile."""
+"""For each part that a lane writes at once: half the slots are full meanwhile."""
 _WAIT_FOR_LANE_S = 0.2
 _ABORT_S = 5.0
 _GROUP_BYTES = 128 << 20
@@ -675,7 +675,7 @@ class Engine:
         with self._turn(storage, rank, tell):
             with observe.span("image.laid_out", save_id=save_id, rank=rank), collector_paused():
                 image = self.lay_out(storage, items, are_documents=are_documents, num_files=num_files)
-            waves = _Waves(self, image, items, storage.in_flight)
+            waves = _Waves(self, image, items, storage)
             try:
                 with observe.span("memory.awaited", save_id=save_id, rank=rank):
                     waves.open()
@@ -876,6 +876,75 @@ def _call(method: Callable[[], Callable[..., Any] | None], *args: Any) -> Any:
     return None if alive is None else alive(*args)
 
 
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and count of each run of consecutive numbers; `numbers` are sorted."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        members = [number for _, number in run]
+        yield members[0], len(members)
+
+
+class _Order:
+    """Which part of a save is staged next, and in which slot.
+
+    Parts take turns in the slots. Where a slot stays in use for long, the others go on: one write that takes
+    its time must not hold up all lanes. Not in streams, which are written from start to end; and what is
+    sealed comes after everything before it.
+
+    Args:
+        parts: Of the image; those that are staged already need no slot.
+        num_slots: At least 1, unless all are staged.
+        is_stream: Whether files are written from start to end.
+    """
+
+    def __init__(self, parts: Sequence[ImagePart], num_slots: int, *, is_stream: bool) -> None:
+        unstaged = [number for number, part in enumerate(parts) if not part.is_staged]
+        self.slots = {number: at % num_slots for at, number in enumerate(unstaged)}
+        """Index of the slot that each part passes through."""
+        self._parts = parts
+        self._is_stream = is_stream
+        self._queues = [deque(unstaged[slot::num_slots]) for slot in range(num_slots)]
+        # The part that each slot holds.
+        self._users: list[int | None] = [None] * num_slots
+        # The first part that was not taken, and those after it that were.
+        self._next = 0
+        self._ahead: set[int] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every part was taken."""
+        return self._next == len(self._parts)
+
+    def take(self, is_done: Callable[[int], bool]) -> int | None:
+        """Return the part to stage next; None if all were, or as long as no slot is free that could be used.
+
+        Args:
+            is_done: Says whether a part that was taken is written.
+        """
+        if self.is_complete:
+            return None
+        number = self._next
+        if not self._is_free(number, is_done):
+            heads = (queue[0] for queue in self._queues if queue)
+            others = [] if self._is_stream else [each for each in heads if self._parts[each].sealed is None]
+            found = min((each for each in others if self._is_free(each, is_done)), default=None)
+            if found is None:
+                return None
+            number = found
+        slot = self.slots.get(number)
+        if slot is not None:
+            self._users[slot] = self._queues[slot].popleft()
+        self._ahead.add(number)
+        while self._next in self._ahead:
+            self._ahead.remove(self._next)
+            self._next += 1
+        return number
+
+    def _is_free(self, number: int, is_done: Callable[[int], bool]) -> bool:
+        slot = self.slots.get(number)
+        user = None if slot is None else self._users[slot]
+        return user is None or is_done(user)
+
+
 class _Waves:
     """Slots of host memory that the parts of one save pass through, one after the other.
 
@@ -883,10 +952,10 @@ class _Waves:
         engine: Whose arena and stager.
         image: What passes through.
         items: Its items.
-        in_flight: Parts that a lane may be writing at once.
+        storage: Where the parts go.
     """
 
-    def __init__(self, engine: Engine, image: Image, items: Sequence[Item], in_flight: int) -> None:
+    def __init__(self, engine: Engine, image: Image, items: Sequence[Item], storage: Storage) -> None:
         self.image = image
         self.plan_id = engine._new_plan_id()  # noqa: SLF001 - one room
         self.is_known_to_lanes = False
@@ -900,7 +969,8 @@ class _Waves:
         self._stager = engine.stager
         self._timeout_s = engine.timeout_s
         # While some are written, as many others are filled.
-        self._most_slots = max(_SLOTS_PER_LANE, 2 * in_flight) * engine.lanes.count
+        self._most_slots = max(_SLOTS_PER_LANE, 2 * storage.in_flight) * engine.lanes.count
+        self._is_stream = storage.is_stream
         self._items = items
         self._sources = [
             item.tensor if item.home is None and item.tensor is not None and item.tensor.is_cuda else None
@@ -908,9 +978,8 @@ class _Waves:
         ]
         self._transfer = Transfer(engine.stager.devices)
         self._ranges: list[Range] = []
-        self._users: list[int] = []
-        self._filled = 0
-        self._next = 0
+        self._slots: list[Range] = []
+        self._order: _Order
         self._words = 0
 
     def open(self) -> None:
@@ -926,14 +995,13 @@ class _Waves:
         self.board = Board(memoryview(memory).cast("B"), num_spans)
         self.board.clear()
         self._words = address + self.board.ready_offset
-        unstaged = [part for part in parts if not part.is_staged]
-        slots = self._reserve_slots(max((part.nbytes for part in unstaged), default=0), len(unstaged))
-        for number, part in enumerate(unstaged):
-            slot = slots[number % len(slots)]
-            part.pieces = [(slot.slab, slot.offset, part.nbytes)]
-        self._slots = slots
-        self._users = [-1] * len(slots)
-        self._unstaged = {id(part) for part in unstaged}
+        unstaged = [number for number, part in enumerate(parts) if not part.is_staged]
+        largest = max((parts[number].nbytes for number in unstaged), default=0)
+        self._slots = self._reserve_slots(largest, len(unstaged))
+        self._order = _Order(parts, len(self._slots), is_stream=self._is_stream)
+        for number, slot in self._order.slots.items():
+            taken, part = self._slots[slot], parts[number]
+            part.pieces = [(taken.slab, taken.offset, part.nbytes)]
         self.plan = Plan(
             self.plan_id,
             tuple(file.nbytes for file in self.image.files),
@@ -953,42 +1021,41 @@ class _Waves:
     @property
     def is_complete(self) -> bool:
         """Whether every part was handed on."""
-        return self._next == len(self.image.parts)
+        return self._order.is_complete
 
     def stage(self) -> list[int]:
-        """Stage the parts whose slots are free, about a group of them; returns which."""
-        first, nbytes = self._next, 0
+        """Stage parts whose slots are free, about a group of them; returns which, sorted."""
+        numbers: list[int] = []
+        nbytes = 0
         parts = self.image.parts
         with collector_paused():
-            while self._next < len(parts) and nbytes < _GROUP_BYTES:
-                part = parts[self._next]
-                if id(part) in self._unstaged:
-                    slot = self._filled % len(self._slots)
-                    if self._users[slot] >= 0 and not self.board.is_done(self._users[slot]):
-                        break
-                    self._users[slot] = self._next
-                    self._filled += 1
-                    self._stager.fill(
-                        self._items,
-                        self.image.files[part.file],
-                        part.low,
-                        part.high,
-                        self._arena.address(self._slots[slot]),
-                        (self._transfer, self._transfer),
-                        # The lanes need the processor.
-                        spread=False,
-                    )
-                    nbytes += part.nbytes
-                self._next += 1
+            while nbytes < _GROUP_BYTES and (number := self._order.take(self.board.is_done)) is not None:
+                numbers.append(number)
+                slot = self._order.slots.get(number)
+                if slot is None:
+                    continue
+                part = parts[number]
+                self._stager.fill(
+                    self._items,
+                    self.image.files[part.file],
+                    part.low,
+                    part.high,
+                    self._arena.address(self._slots[slot]),
+                    (self._transfer, self._transfer),
+                    # The lanes need the processor.
+                    spread=False,
+                )
+                nbytes += part.nbytes
             self._stager.await_reads()
-            numbers = list(range(first, self._next))
+            numbers.sort()
             if not numbers:
                 return numbers
             if self._transfer.is_empty:
                 for number in numbers:
                     self.board.set_ready(number, self.tag)
             else:
-                self._transfer.add_words(self._words + 8 * first, len(numbers))
+                for first, count in _runs(numbers):
+                    self._transfer.add_words(self._words + 8 * first, count)
                 self._transfer.run(self._sources)
         if self.is_complete:
             self._transfer.end(caller_waits=True)
@@ -1181,6 +1248,7 @@ class _Run:
         num_done, pause_s = -1, _SHORTEST_WAIT_FOR_SLOT_S
         # Who traces wants to know when the last copy arrived, and not only at the next answer of a lane.
         longest_s = _LONGEST_WAIT_FOR_SLOT_S if self._is_traced else _WAIT_FOR_LANE_S
+        longest_pause_s = _LONGEST_WAIT_FOR_SLOT_S * self._storage.in_flight
         while True:
             start_s = time.monotonic()
             if isinstance(memory, Residence):
@@ -1195,8 +1263,7 @@ class _Run:
                     "parts.pushed",
                     save_id=self._save_id,
                     rank=self._rank,
-                    first=numbers[0],
-                    count=len(numbers),
+                    parts=numbers,
                     start_s=start_s,
                     end_s=time.monotonic(),
                 )
@@ -1215,7 +1282,7 @@ class _Run:
             elif self._deadline.passed:
                 self._fail_for_time(done)
             else:
-                pause_s = min(2 * pause_s, _LONGEST_WAIT_FOR_SLOT_S)
+                pause_s = min(2 * pause_s, longest_pause_s)
 
     def _packed_checksums(self) -> list[bytes]:
         board = self._memory.board

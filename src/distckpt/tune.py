@@ -8,7 +8,7 @@ Invariants:
     * What is compared is measured in turn, round by round, so that a busy machine is busy for all.
     * Nothing is written before path, numbers, memory and space were checked, and nothing stays on the target,
       whatever ends the sweep short of SIGKILL.
-    * A default is left only for what is faster beyond noise.
+    * A default is left only for what is faster beyond noise, by a tenth at least.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ _SIGMAS = 1.5
 """A standard deviation is about so many median distances."""
 _LEAST_NOISE = 0.02
 _UNKNOWN_NOISE = 0.25
+_LEAST_GAIN = 0.1
+"""What is gained by less than that is not worth a setting, nor the same in the next sweep."""
 _SCRATCH = ".distckpt-tune-"
 
 
@@ -174,12 +176,13 @@ def noise_of(trials: Sequence[Trial]) -> float:
 
 
 def choose(trials: Sequence[Trial]) -> Trial:
-    """Return the first that is as fast as the fastest, but for noise.
+    """Return the first that is as fast as the fastest, but for noise or a tenth.
 
     Args:
         trials: At least one; first those that one would rather have.
     """
-    limit_s = min(statistics.median(trial.seconds) for trial in trials) * (1 + noise_of(trials))
+    margin = max(noise_of(trials), _LEAST_GAIN)
+    limit_s = min(statistics.median(trial.seconds) for trial in trials) * (1 + margin)
     return next(trial for trial in trials if statistics.median(trial.seconds) <= limit_s)
 
 
@@ -212,7 +215,7 @@ def reason_for(trials: Sequence[Trial], ceilings: Mapping[str, Sequence[float]])
         why = _PREFERENCE[chosen.stage]
         if chosen.stage == "buckets" and chosen.bucket_bytes is None:
             why = "it is the default"
-        text = f"{rate}, as fast as {fastest.label} but for noise ({others}; noise {noise}): {why}"
+        text = f"{rate}, nearly as fast as {fastest.label} ({others}; noise {noise}): {why}"
     if ceilings and chosen.stage == "workers":
         name, samples = max(ceilings.items(), key=lambda each: statistics.median(each[1]))
         ceiling = statistics.median(samples)

@@ -73,8 +73,7 @@ _CLOSERS = 8
 """Files that a lane makes durable at once: their file systems commit them together."""
 _END_S = 4.0
 """A lane that has not ended what it was writing by then is given up."""
-_LONGEST_WAIT_S = 0.02
-_SHORT_WAIT_S = 0.002
+_LONGEST_WAIT_S = 0.1
 SHORTEST_PAUSE_S = 0.0002
 LONGEST_PAUSE_S = 0.001
 
@@ -899,6 +898,8 @@ class _Server:
         # staging a part waits for, the lane that owns the earliest one then always gets at it.
         self._own: int | None = None
         self._stolen: int | None = None
+        self._is_hungry = False
+        """Whether another part may come at any time, which it would take at once."""
         self._pause_s = SHORTEST_PAUSE_S
         self._pause = threading.Event()
         self._without_queues = select.poll()
@@ -914,6 +915,7 @@ class _Server:
 
     def _advance(self) -> float | None:
         """Do one thing for the save; returns the seconds to wait before the next, None: for a message."""
+        self._is_hungry = False
         if self._save_id is None:
             return None
         if self._writer.is_stopped:
@@ -939,8 +941,9 @@ class _Server:
                 self._channel.send(encode("done", body, self._save_id))
                 self._end()
             elif self._writer.is_writing:
-                self._writer.wait(_SHORT_WAIT_S)
-                return 0.0
+                self._writer.wait(0.0)
+                self._is_hungry = True
+                return _LONGEST_WAIT_S
         except WriteError as error:
             self._fail(error)
         return None
@@ -977,11 +980,13 @@ class _Server:
 
     def _obey(self, wait_s: float | None) -> bool:
         """Wait, and do what messages say; returns whether to go on."""
-        if wait_s:
+        if wait_s and not self._is_hungry:
+            # A poll takes whole milliseconds.
             self._pause.wait(wait_s)
-        waits = wait_s is None and not self._channel.messages
+        waits = (wait_s is None or self._is_hungry) and not self._channel.messages
         poller = self._with_queues if waits and self._save_id is not None else self._without_queues
-        if any(fd == self._parent_pidfd for fd, _ in poller.poll(None if waits else 0)):
+        limit_ms = 0 if not waits else None if wait_s is None else 1000 * wait_s
+        if any(fd == self._parent_pidfd for fd, _ in poller.poll(limit_ms)):
             return False
         messages, closed = self._channel.receive()
         for message in messages:

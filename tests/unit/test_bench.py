@@ -67,6 +67,21 @@ def test_a_figure_is_a_share_of_the_best_way_to_do_it() -> None:
     assert results.share(a, "load_s") is None
 
 
+def test_a_share_is_steady_where_a_ceiling_takes_turns_and_one_sample_moves_little() -> None:
+    midmean = load("results").midmean
+    assert midmean([1.0, 0.7] * 4) == midmean([0.7, 1.0] * 4) == pytest.approx(0.85)
+    assert midmean([0.7, 1.0, 0.7, 1.0, 0.7, 1.0, 0.7]) == pytest.approx(0.8)
+    assert midmean([0.9, 0.9, 0.9, 0.9, 99.0]) == pytest.approx(0.9)
+    assert [midmean([0.5]), midmean([0.5, 0.7]), midmean([0.5, 0.7, 9.0])] == pytest.approx([0.5, 0.6, 0.7])
+
+
+def test_states_of_disks_that_are_about_as_fast_have_one_size() -> None:
+    coarse = load("run")._coarse
+    mib = 1 << 20
+    assert [coarse(nbytes * mib) for nbytes in (1, 64, 255, 256)] == [64 * mib, 64 * mib, 64 * mib, 256 * mib]
+    assert coarse(int(1.2 * GIB)) == coarse(int(3.9 * GIB)) == GIB
+
+
 def test_where_a_peer_is_ahead_a_note_says_why() -> None:
     module = load("results")
     results = module.Results([

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
+import random
 import signal
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distckpt import engine as engine_module
 from distckpt.config import CheckpointConfig
-from distckpt.engine import Engine, Residence, Written
+from distckpt.engine import Engine, Residence, Written, _Order
 from distckpt.errors import ConfigError, StagingError, WorkerDied, WriteError
 from distckpt.formats import Frame
+from distckpt.image import ImagePart
 from distckpt.lanes import WorkerLanes
 from distckpt.observe import Event, subscribe
 from distckpt.staging import Item
 from distckpt.storage import Storage, open_storage
+from distckpt.storage.posix import PosixImage, PosixStorage
 from distckpt.worker import block_spans, checksum
 from unit.tensors import memory_of, payload_of
 
@@ -90,6 +96,13 @@ def check(storage: Storage, written: Written | None, data: list[bytes], checksum
         packed = struct.pack(f"<{len(blocks)}I", *blocks) if checksums else b""
         assert written.checksums[number] == packed, name
     assert written.files == {name: file.nbytes for name, file in zip(written.names, image.files, strict=True)}
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert holds()
 
 
 def free_bytes(engine: Engine) -> int:
@@ -172,12 +185,12 @@ def test_many_times_the_budget_is_written_in_waves(storage: Storage, workers: in
     data = [bytes_of(item) for item in items]
     assert sum(map(len, data)) > 5 * engine.arena.budget_bytes
     reserved: list[int] = []
-    pushed: list[tuple[object, object]] = []
+    pushed: list[list[int]] = []
 
     def note(event: Event) -> None:
         reserved.append(engine.arena.reserved_bytes)
         if event.name == "parts.pushed":
-            pushed.append((event.fields["first"], event.fields["count"]))
+            pushed.append(event.fields["parts"])  # type: ignore[arg-type]
 
     end = subscribe(note)
     try:
@@ -187,12 +200,72 @@ def test_many_times_the_budget_is_written_in_waves(storage: Storage, workers: in
     check(storage, written, data)
     assert written is not None
     assert len(pushed) > 3, "it took no wave"
-    assert [number for first, count in pushed for number in range(first, first + count)] == list(  # type: ignore[operator, call-overload]
-        range(len(written.image.parts))
-    ), "every part once, in the order of the image"
+    assert sorted(itertools.chain.from_iterable(pushed)) == list(range(len(written.image.parts))), (
+        "every part once"
+    )
     assert max(reserved) <= engine.arena.budget_bytes
     assert_is_whole(engine)
     engine.close()
+
+
+def test_one_slow_write_holds_up_no_wave(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PosixStorage, "in_flight", 2)
+    data = [random_bytes(MIB, number) for number in range(60)]
+    written_bytes, is_late = 0, threading.Event()
+    write = PosixImage.write
+
+    def slow(
+        image: PosixImage, offset: int, buffers: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        nonlocal written_bytes
+        if not is_late.is_set():
+            is_late.set()
+            wait_until(lambda: written_bytes > 40 * MIB)
+        write(image, offset, buffers, crc32c)
+        written_bytes += sum(buffer.nbytes for buffer in buffers)
+
+    monkeypatch.setattr(PosixImage, "write", slow)
+    engine = opened("20MiB")
+    check(storage, engine.write(storage, "0a", 0, [literal(part) for part in data]), data)
+    assert_is_whole(engine)
+    engine.close()
+
+
+@st.composite
+def parts_of_a_save(draw: st.DrawFn) -> list[ImagePart]:
+    kinds = draw(st.lists(st.sampled_from(["plain", "staged", "sealed"]), max_size=30))
+    parts = []
+    for number, kind in enumerate(kinds):
+        part = ImagePart(0, number, number + 1, [], [(0, number, 1)] if kind == "staged" else [])
+        part.sealed = tuple(range(number)) if kind == "sealed" else None
+        parts.append(part)
+    return parts
+
+
+@given(parts_of_a_save(), st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
+def test_slots_are_taken_again_when_they_are_free(
+    parts: list[ImagePart], num_slots: int, is_stream: bool, chance: random.Random
+) -> None:
+    order = _Order(parts, num_slots, is_stream=is_stream)
+    done: set[int] = set()
+    taken: list[int] = []
+    holders: dict[int, int] = {}
+    while not order.is_complete:
+        number = order.take(done.__contains__)
+        if number is None:
+            # There is always one to wait for.
+            done.add(chance.choice([each for each in taken if each not in done]))
+            continue
+        slot = order.slots.get(number)
+        assert (slot is None) == parts[number].is_staged
+        if slot is not None:
+            assert holders.get(slot) is None or holders[slot] in done, "it was overwritten"
+            holders[slot] = number
+        if is_stream or parts[number].sealed is not None:
+            assert set(range(number)) <= set(taken)
+        taken.append(number)
+    assert sorted(taken) == list(range(len(parts)))
+    assert order.take(done.__contains__) is None
 
 
 @pytest.mark.slow
@@ -609,7 +682,7 @@ def test_events_tell_what_was_pushed_and_written(engine: Engine, storage: Storag
     assert last.name == "files.written"
     assert told.items() <= dict(last.fields).items()
     pushed = [event for event in events if event.name == "parts.pushed"]
-    assert sum(int(str(event.fields["count"])) for event in pushed) == len(written.image.parts)
+    assert [event.fields["parts"] for event in pushed] == [list(range(len(written.image.parts)))]
 
 
 def test_events_tell_how_long_copies_took(

@@ -205,8 +205,8 @@ def sweep(near: Any) -> Record:
         "ceilings": {"O_DIRECT, 4 files": near(9.5), "page cache, 4 files": near(6.4)},
         "flags": ["--dist-ckpt-workers 4", "--ckpt-direct-io"],
         "reasons": [
-            "4 workers: 9.10 GiB/s, as fast as 8 workers but for noise: fewer leave memory to the trainer",
-            "auto: 9.10 GiB/s, as fast as 128MiB but for noise: it is the default",
+            "4 workers: 9.10 GiB/s, nearly as fast as 8 workers: fewer leave memory to the trainer",
+            "auto: 9.10 GiB/s, nearly as fast as 128MiB: it is the default",
             "O_DIRECT: 9.10 GiB/s, the fastest (page cache 6.20; noise ±2%)",
         ],
     }  # fmt: skip
