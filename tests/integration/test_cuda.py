@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from distckpt.engine import Engine, Written
 from distckpt.lanes import WorkerLanes
 from distckpt.staging import Item
 from distckpt.storage import Storage, open_storage
+from distckpt.storage.posix import PosixImage, PosixStorage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -161,6 +163,32 @@ def test_waves_through_a_small_arena(tmp_path: Path, is_async: bool) -> None:
         else:
             save(state, tmp_path / "2", writer)
     check(tmp_path / "2", state, expected, thorough=False)
+
+
+def test_copies_go_on_beside_a_slow_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PosixStorage, "in_flight", 2)
+    state = {f"layer.{index}": some(torch.float32, 3, _MIB // 4) for index in range(40)}
+    expected = copied(state)
+    written_bytes, is_late = 0, threading.Event()
+    write = PosixImage.write
+
+    def slow(
+        image: PosixImage, offset: int, buffers: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        nonlocal written_bytes
+        if not is_late.is_set():
+            is_late.set()
+            deadline = time.monotonic() + 20
+            while written_bytes < 60 * _MIB and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert written_bytes >= 60 * _MIB
+        write(image, offset, buffers, crc32c)
+        written_bytes += sum(buffer.nbytes for buffer in buffers)
+
+    monkeypatch.setattr(PosixImage, "write", slow)
+    with StorageWriter(ckpt_host_memory=24 * _MIB) as writer:
+        save(state, tmp_path / "1", writer)
+    check(tmp_path / "1", state, expected)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
