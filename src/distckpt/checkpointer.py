@@ -5,8 +5,8 @@
 What a save needs is planned when a state is seen for the first time, and used again while its signature
 holds; a save then costs the trainer the comparison and one replay of the copies.
 
-Several ranks agree through words that each leaves and looks for (`meeting`); what they restore, they read
-for themselves or exchange.
+Several ranks agree through words that each leaves and looks for (`meeting`); what they restore is settled in
+`restoring`.
 
 Invariants:
     * Saving involves no collective, and no rank that is no participant; `save` waits for no other rank,
@@ -20,7 +20,6 @@ Threads: one thread at a time saves, guards and restores; one thread of the chec
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import operator
 import os
@@ -36,10 +35,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt import observe
-from distckpt.archive import Archive, Copy
+from distckpt.archive import Archive
 from distckpt.assembly import ReplicasDiffer, StateChanged
 from distckpt.commit import Claim, claim, committed_by, exclusive_of, publish
 from distckpt.config import CheckpointConfig, warn_async_workers
@@ -47,7 +45,6 @@ from distckpt.engine import Engine, Residence, Written
 from distckpt.errors import (
     CheckpointError,
     ConfigError,
-    IntegrityError,
     MissingRanks,
     StagingError,
     clear_frames,
@@ -57,20 +54,20 @@ from distckpt.handle import Late, SaveHandle
 from distckpt.image import lay_out_image
 from distckpt.incremental import Increment, Increments, is_possible
 from distckpt.manifest import read_partials, write_manifest
-from distckpt.meeting import Meeting, exchange, hear, tell
+from distckpt.meeting import Meeting, hear, tell
 from distckpt.metadata import write_documents
 from distckpt.ownership import Common, Rules, common_from_json, common_to_json, find_common, members_in
-from distckpt.parallel_load import load
 from distckpt.participants import meet
 from distckpt.planned import PlannedState
 from distckpt.preemption import Preemption
 from distckpt.reader import StorageReader
+from distckpt.restoring import Restorer
 from distckpt.rng import RngState
 from distckpt.signature import View, local_tensors
 from distckpt.stateful import Gathered, PerRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.optim import Optimizer
     from typing_extensions import Self
@@ -129,7 +126,7 @@ class Checkpointer:
         self._is_alone = len(self._coordinator.ranks) == 1
         self._name = str(_count(self._coordinator))
         self._num_saves: Counter[int] = Counter()
-        self._num_restores = self._num_handles = 0
+        self._num_handles = 0
         self._common: Common | None = None
         """What the participants have in common, once it is known, as far as this rank has a part in it."""
         self._found: Common | None = None
@@ -146,6 +143,9 @@ class Checkpointer:
         self._storage_options = dict(storage_options or {})
         self._archive = Archive(root, self._storage_options, self._config, self._steps_under_way)
         self._storage = self._archive.root
+        self._restorer = Restorer(
+            self._archive, self._config, self._coordinator, self._group, self._name, self._gather
+        )
         self._increments: Increments | None = None
         if self._config.ckpt_incremental:
             if not is_possible(self._storage):
@@ -494,167 +494,14 @@ class Checkpointer:
         """
         self._let_change()
         if self._rng is None:
-            return self._restore(state, step)
+            return self._restorer.restore(state, step)
         self._check_names(state)
         # Last: what is restored before it may draw.
         state[_RNG] = self._rng
         try:
-            return self._restore(state, step)
+            return self._restorer.restore(state, step)
         finally:
             del state[_RNG]
-
-    def _restore(self, state: dict[str, Any], step: int | str | None) -> int | None:
-        damaged: list[Copy] = []
-        first_error: CheckpointError | None = None
-        is_latest = step in (None, "latest")
-        may_go_on = is_latest or self._archive.has_tiers
-        while True:
-            found = self._find_for_all(step, damaged)
-            if found is None:
-                if first_error is not None:
-                    raise first_error
-                return None
-            try:
-                error = self._load(state, found)
-            except Exception as foreign:
-                # Of an object of the state: the others need not wait for this rank.
-                if may_go_on and not self._is_alone:
-                    with contextlib.suppress(CheckpointError):
-                        tell(
-                            self._coordinator,
-                            self._loaded_name,
-                            f"failed: {type(foreign).__name__}: {foreign}",
-                        )
-                raise
-            outcome = self._outcome_for_all(error) if may_go_on else error
-            if outcome is None:
-                if not is_latest:
-                    self._warn_of_later(found.step)
-                return found.step
-            if not may_go_on:
-                raise outcome
-            if not isinstance(outcome, IntegrityError):
-                raise outcome
-            first_error = first_error or outcome
-            damaged.append(found)
-            _LOG.warning(
-                "%s is damaged, and the next older checkpoint is tried: %s", self._where(found), outcome
-            )
-
-    def _warn_of_later(self, step: int) -> None:
-        """Say that there are later checkpoints, which the next restore of the latest finds."""
-        if not self._is_first:
-            return
-        with contextlib.suppress(CheckpointError):
-            latest = next((copy.step for copy in self._archive.copies()), step)
-            if latest > step:
-                _LOG.warning(
-                    "step %d is restored, and there is a step %d: unless later ones are removed, the next "
-                    "restore of the latest goes on from there",
-                    step,
-                    latest,
-                )
-
-    def _where(self, copy: Copy) -> str:
-        return self._archive.path(copy.step, copy.tier)
-
-    def _load(self, state: dict[str, Any], copy: Copy) -> CheckpointError | None:
-        """Load one checkpoint; returns why that failed, if it lies with the checkpoint or the state."""
-        group = self._group if self._config.ckpt_fully_parallel_load and not self._is_alone else None
-        number = self._num_restores
-        num_asked = 0
-        path = self._where(copy)
-        reader = StorageReader(path, self._config, storage_options=self._archive.options_of(copy.tier))
-
-        def agree(text: str) -> bool:
-            nonlocal num_asked
-            num_asked += 1
-            name = f"{self._name}.load.{number}.{num_asked}"
-            heard = exchange(self._coordinator, name, text, timeout_s=self._timeout_s)
-            return len(set(heard.values())) == 1
-
-        try:
-            load(
-                state,
-                reader,
-                group=group,
-                agree=agree,
-                gather=lambda loaded: self._gather(loaded, reader),
-                weights_only=self._config.ckpt_weights_only,
-            )
-        except CheckpointException as error:
-            cause = _cause_of(error, path, self._rank)
-            cause.__cause__ = error
-            return cause
-        except CheckpointError as error:
-            return error
-        return None
-
-    @property
-    def _loaded_name(self) -> str:
-        return f"{self._name}.loaded.{self._num_restores}"
-
-    def _outcome_for_all(self, error: CheckpointError | None) -> CheckpointError | None:
-        """Return how loading went: None if it went well on all ranks, damage if one has found any."""
-        if self._is_alone:
-            return error
-        text = ""
-        if error is not None:
-            text = f"{'damaged' if isinstance(error, IntegrityError) else 'failed'}: {error}"
-        heard = exchange(self._coordinator, self._loaded_name, text, timeout_s=self._timeout_s)
-        for place, told in heard.items():
-            if told.startswith("damaged: "):
-                rank = self._coordinator.ranks[place]
-                return IntegrityError(f"{told.removeprefix('damaged: ')} (rank {rank})", rank=rank)
-        if error is not None:
-            return error
-        for place, told in heard.items():
-            if told:
-                rank = self._coordinator.ranks[place]
-                return CheckpointError(
-                    f"rank {rank} could not load: {told.removeprefix('failed: ')}", rank=rank
-                )
-        return None
-
-    def _find_for_all(self, step: int | str | None, leave_out: Collection[Copy]) -> Copy | None:
-        """Return what the first rank finds: one rank may see a checkpoint that another does not see yet.
-
-        Raises:
-            CheckpointError: There is no such step, or the ranks ask for different ones.
-        """
-        self._num_restores += 1
-        name = f"{self._name}.restore.{self._num_restores}"
-        found, failure = None, None
-        if self._is_first:
-            try:
-                found = self._find(step, leave_out)
-            except CheckpointError as error:
-                failure = error
-            told = [str(step), found, failure and f"{type(failure).__name__}: {failure}"]
-            if not self._is_alone:
-                tell(self._coordinator, name, json.dumps(told))
-        else:
-            [word] = hear(self._coordinator, name, [0], timeout_s=self._timeout_s).values()
-            asked, place, text = json.loads(word)
-            if asked != str(step):
-                text = f"restores step {asked}, and this one {step}"
-            failure = CheckpointError(f"{text} (rank {self._coordinator.ranks[0]})") if text else None
-            found = None if place is None else Copy(*place)
-        if failure is not None:
-            raise failure
-        return found
-
-    def _find(self, step: int | str | None, leave_out: Collection[Copy]) -> Copy | None:
-        if step is None or step == "latest":
-            return next((copy for copy in self._archive.copies() if copy not in leave_out), None)
-        if isinstance(step, bool) or not str(step).isdecimal():
-            raise ConfigError(f"step: expected a number from 0, or 'latest', got {step!r}")
-        found = self._archive.find(int(step), leave_out)
-        if found is None and leave_out:
-            return None
-        if found is None:
-            raise CheckpointError(f"{self._path(int(step))} holds no complete checkpoint")
-        return found
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, here or uploaded, ascending."""
@@ -1246,14 +1093,6 @@ def _step_number(step: object) -> int:
         if number >= 0 and not isinstance(step, bool):
             return number
     raise ConfigError(f"step: expected a number from 0, got {step!r}")
-
-
-def _cause_of(error: CheckpointException, path: str, rank: int) -> CheckpointError:
-    """Return our own error among those that torch has gathered, or one that says what it gathered."""
-    [failure, *_] = (failure for failure, _ in error.failures.values())
-    if isinstance(failure, CheckpointError):
-        return failure
-    return CheckpointError(f"{path} cannot be loaded into the state: {failure} (rank {rank})", rank=rank)
 
 
 def _count(coordinator: Coordinator) -> int:

@@ -33,7 +33,7 @@ LAYERS = [
     ["ownership"],
     ["assembly", "items"],
     ["writer", "reader", "parallel_load", "participants", "planned", "sources"],
-    ["handle"],
+    ["handle", "restoring"],
     ["checkpointer", "convert"],
     ["tune"],
     ["cli", "integrations"],
