@@ -60,7 +60,9 @@ _LOG = logging.getLogger(__name__)
 _TORCH_DIST = open_format("torch_dist")
 _SHORTEST_WAIT_FOR_SLOT_S = 0.001
 _LONGEST_WAIT_FOR_SLOT_S = 0.008
-"""For each part that a lane writes at once: half the slots are full meanwhile."""
+"""Half the slots are full meanwhile."""
+_MOST_PATIENCE = 4
+"""Where a lane writes several parts at once, and has others before it, it may be so many times as long."""
 _WAIT_FOR_LANE_S = 0.2
 _ABORT_S = 5.0
 _GROUP_BYTES = 128 << 20
@@ -1014,6 +1016,11 @@ class _Waves:
         self._transfer.begin()
 
     @property
+    def num_slots(self) -> int:
+        """How many parts it holds at once."""
+        return len(self._slots)
+
+    @property
     def copying_since_s(self) -> float | None:
         """See `Residence.copying_since_s`."""
         return None if self._transfer.is_empty else self._transfer.began_s
@@ -1248,7 +1255,10 @@ class _Run:
         num_done, pause_s = -1, _SHORTEST_WAIT_FOR_SLOT_S
         # Who traces wants to know when the last copy arrived, and not only at the next answer of a lane.
         longest_s = _LONGEST_WAIT_FOR_SLOT_S if self._is_traced else _WAIT_FOR_LANE_S
-        longest_pause_s = _LONGEST_WAIT_FOR_SLOT_S * self._storage.in_flight
+        longest_pause_s = _LONGEST_WAIT_FOR_SLOT_S
+        if isinstance(memory, _Waves):
+            spare = memory.num_slots // (2 * self._lanes.count)
+            longest_pause_s *= max(1, min(self._storage.in_flight, spare, _MOST_PATIENCE))
         while True:
             start_s = time.monotonic()
             if isinstance(memory, Residence):

@@ -74,6 +74,7 @@ _CLOSERS = 8
 _END_S = 4.0
 """A lane that has not ended what it was writing by then is given up."""
 _LONGEST_WAIT_S = 0.1
+_HUNGRY_WAIT_S = 0.02
 SHORTEST_PAUSE_S = 0.0002
 LONGEST_PAUSE_S = 0.001
 
@@ -903,8 +904,9 @@ class _Server:
         self._pause_s = SHORTEST_PAUSE_S
         self._pause = threading.Event()
         self._without_queues = select.poll()
+        self._with_own_queue = select.poll()
         self._with_queues = select.poll()
-        for poller in (self._without_queues, self._with_queues):
+        for poller in (self._without_queues, self._with_own_queue, self._with_queues):
             poller.register(channel.socket, select.POLLIN)
             poller.register(parent_pidfd, select.POLLIN)
 
@@ -943,7 +945,7 @@ class _Server:
             elif self._writer.is_writing:
                 self._writer.wait(0.0)
                 self._is_hungry = True
-                return _LONGEST_WAIT_S
+                return _HUNGRY_WAIT_S
         except WriteError as error:
             self._fail(error)
         return None
@@ -984,7 +986,10 @@ class _Server:
             # A poll takes whole milliseconds.
             self._pause.wait(wait_s)
         waits = (wait_s is None or self._is_hungry) and not self._channel.messages
-        poller = self._with_queues if waits and self._save_id is not None else self._without_queues
+        poller = self._without_queues
+        if waits and self._save_id is not None:
+            # Not for what it would leave where it is: the poll would return at once, again and again.
+            poller = self._with_own_queue if self._writer.is_stream else self._with_queues
         limit_ms = 0 if not waits else None if wait_s is None else 1000 * wait_s
         if any(fd == self._parent_pidfd for fd, _ in poller.poll(limit_ms)):
             return False
@@ -1021,6 +1026,8 @@ class _Server:
         self._lane = lane
         for _ in range(num_fds):
             queue = self._channel.take_fd()
+            if len(self._queues) == lane:
+                self._with_own_queue.register(queue, select.POLLIN)
             self._queues.append(queue)
             self._with_queues.register(queue, select.POLLIN)
 
