@@ -59,6 +59,8 @@ class Sizes:
     training_bytes: int = 4 * GIB
     training_phases: int = 12
     training_memory_phases: int = 2
+    training_edges_ms: int = 100_000
+    """Of one loop in which saves begin and end again and again."""
     training_plain_ms: int = 1000
     training_saving_ms: int = 500
     training_lead_in_ms: int = 100
@@ -92,9 +94,9 @@ class Sizes:
         return cls(
             **small | some | {"many_tensor_bytes": 1024, "tiny_tensor_bytes": 256, "budget_bytes": 24 * MIB},
             repeats=1, workers=2, tmpfs_workers=2, guarded_saves=2, training_phases=2,
-            training_memory_phases=1, training_plain_ms=50, training_saving_ms=50, training_lead_in_ms=10,
-            training_warm_ms=50, training_matrix=64, training_small_kernels=4, fifty_saves=8, peer_budget_s=0,
-            peer_processes=1,
+            training_memory_phases=1, training_edges_ms=500, training_plain_ms=50, training_saving_ms=50,
+            training_lead_in_ms=10, training_warm_ms=50, training_matrix=64, training_small_kernels=4,
+            fifty_saves=8, peer_budget_s=0, peer_processes=1,
         )  # fmt: skip
 
     def changed(self, settings: list[str]) -> Sizes:

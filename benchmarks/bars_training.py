@@ -43,6 +43,7 @@ from bars import (
 )
 from ceilings import CopyCeiling
 from cores import Cores
+from edges import Edges, interval, lost
 from machine import GIB, default_disk, scratch, storage_type
 from peers import StockAsync, remove
 from torch.optim import SGD, Optimizer
@@ -222,7 +223,7 @@ class _Saving(ABC):
         if self._is_saving:
             if not self._is_done():
                 return
-            self._reap()
+            self.reap()
         if has_time:
             phase.saves += 1
             started = time.perf_counter()
@@ -238,13 +239,14 @@ class _Saving(ABC):
     def wait(self) -> None:
         """Wait for the save and until all checkpoints are removed."""
         if self._is_saving:
-            self._reap()
+            self.reap()
         assert self._remover.stdout is not None
         for _ in range(self._to_remove):
             self._remover.stdout.readline()
         self._to_remove = 0
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
+        """Have the checkpoint removed of a save that is over."""
         self._is_saving = False
         assert self._remover.stdin is not None
         self._remover.stdin.write(f"{self._result()}\n")
@@ -384,6 +386,7 @@ def measure_training(report: Report, device: str, sizes: Sizes) -> None:
         report.add("compute_storage", storage_type(folder))
         with trainer.opened(folder) as (checkpointer, saving):
             trainer.measure_alone(saving)
+            trainer.measure_edges("compute", saving)
             trainer.measure("compute", sizes.training_phases, saving, checkpointer)
         with report.trying("bare"):
             trainer.measure_bare(folder)
@@ -503,12 +506,53 @@ class _Trainer:
             self._report.append("alone_threads_s", others)
             saving.wait()
 
+    def measure_edges(self, name: str, saving: _Saving) -> None:
+        """Take steps without a gap while saves begin and end, as far apart as `training_plain_ms` says."""
+        edges, phase = Edges(), _Phase()
+        gap_s = self._sizes.training_plain_ms / 1000
+        ended_s, is_reaped = time.perf_counter(), True
+
+        def before_step(_: _Phase, has_time: bool) -> None:
+            nonlocal ended_s, is_reaped
+            now_s = time.perf_counter()
+            if len(edges.ends) < len(edges.begins):
+                if saving.is_over():
+                    edges.ends.append(len(phase.steps))
+                    ended_s, is_reaped = now_s, False
+            elif not is_reaped and now_s > ended_s + gap_s / 2:
+                # Not at the end: removing it is work, too.
+                saving.reap()
+                is_reaped = True
+            elif is_reaped and has_time and now_s > ended_s + gap_s:
+                edges.begins.append(len(phase.steps))
+                saving.before_step(phase, True)
+
+        gc.collect()
+        gc.disable()
+        try:
+            with self._cores.apart():
+                self.loop.run(
+                    phase,
+                    seconds=self._sizes.training_edges_ms / 1000,
+                    before_step=before_step,
+                    # Until some steps after the last save.
+                    is_over=lambda: is_reaped and len(edges.ends) == len(edges.begins),
+                )
+        finally:
+            gc.enable()
+            saving.wait()
+        edges.steps, edges.calls = phase.steps, phase.pauses
+        self._report.add(f"{name}_changes", edges.changes())
+        self._report.add(f"{name}_edge_save_s", edges.seconds())
+        self._report.add(f"{name}_edge_call_s", edges.calls)
+
     def measure_bare(self, folder: Path) -> None:
         """Run the compute loop beside a plain copy and plain writes, again and again."""
         saving = _BareSaving(self._cores, self._parameters, folder)
         try:
             self.loop.run(_Phase(), steps=1, before_step=saving.before_step, is_over=saving.is_over)
             saving.wait()
+            self.measure_edges("bare", saving)
             self.measure("bare", self._sizes.training_phases, saving, None)
         finally:
             saving.close()
@@ -612,6 +656,8 @@ def lines_of_training(found: Found) -> list[Line]:
             )
         )
     for name, what in names.items():
+        if found.get(f"{name}_edge_save_s"):
+            lines.append(_edges_line(found, name, what, size))
         if not has(found, f"{name}_plain", f"{name}_saving"):
             continue
         plain, saved = found[f"{name}_plain"], found[f"{name}_saving"]
@@ -653,6 +699,26 @@ def lines_of_training(found: Found) -> list[Line]:
         if "step_s" in plain and "step_s" in saved:
             lines.append(_tail_line(what, plain["step_s"], saved["step_s"], has_bar))
     return lines
+
+
+def _edges_line(found: Found, name: str, what: str, size: str) -> Line:
+    changes = found[f"{name}_changes"]
+    save_s, call_s = (median(found[f"{name}_edge_{kind}_s"]) for kind in ("save", "call"))
+    slowdown = lost(changes, save_s, call_s)
+    windows = "; ".join(
+        f"{window} {100 * median(samples):+.2f} % "
+        f"({' to '.join(f'{100 * bound:+.2f}' for bound in interval(samples))})"
+        for window, samples in changes.items()
+    )
+    has_bar = name == "compute"
+    return Line(
+        "3",
+        f"{what}, {size}, {len(changes.get('end', ()))} saves, steps beside those next to them: mean step",
+        f"{100 * slowdown:+.2f} % of a save of {save_s:.2f} s, call {milliseconds(call_s)}",
+        f"medians and their 90 % intervals: {windows}",
+        "<= +0.5 %" if has_bar else "",
+        slowdown <= _SLOWDOWN if has_bar else None,
+    )
 
 
 def _apart(cores: dict[str, Any]) -> str:

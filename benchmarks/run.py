@@ -517,7 +517,7 @@ def main() -> None:
             if "ceilings" in only:
                 progress("ceilings", 0.0)
                 if run.cell("ceilings", "ceilings", "all", spec, run.start_s + 20 * run.plain_s):
-                    spec = replace(spec, write=_fastest(Results(read_records(run.out))))
+                    spec = replace(spec, write=_ways(Results(read_records(run.out))))
             try:
                 measure(run, spec, progress)
             finally:
@@ -527,12 +527,11 @@ def main() -> None:
     finish(run.out, output)
 
 
-def _fastest(results: Results) -> tuple[int, bool]:
-    """Return the fastest way of plain writes: threads, and whether past the page cache."""
-    rates = {name: results.rate(name) or 0.0 for name in ("write_direct", "write_buffered")}
-    best = max(rates, key=lambda name: rates[name])
-    [record] = [record for record in results.of("ceiling") if record["name"] == best]
-    return record["threads"], best == "write_direct"
+def _ways(results: Results) -> tuple[tuple[int, bool], ...]:
+    """Return how plain writes are fastest past the page cache, if at all, and through it: threads, direct."""
+    threads = {record["name"]: record["threads"] for record in results.of("ceiling") if "threads" in record}
+    names = {"write_direct": True, "write_buffered": False}
+    return tuple((threads[name], direct) for name, direct in names.items() if name in threads)
 
 
 def finish(out: Path, output: Console) -> None:
