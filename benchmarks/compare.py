@@ -21,6 +21,8 @@ _LEAST = 0.10
 """Differences up to this are noise, however alike the samples are."""
 _SPREADS = 3.0
 """How many times the samples' own spread a difference must be."""
+_FEW, _UNKNOWN = 4, 1.0
+"""Fewer samples do not tell how noisy they are: then it must be a factor of two."""
 _ABSOLUTE = {"returned_s": 0.002, "guarded_s": 0.001, "first_stall_s": 0.01, "stall_s": 0.002}
 """Seconds that nobody notices."""
 
@@ -77,14 +79,15 @@ def compare(before: Results, after: Results) -> Iterator[Comparison]:
             mine, theirs = value_of(first, figure), value_of(second, figure)
             if not mine or not theirs:
                 continue
-            beside = [record.get("of_ceiling", {}).get(figure) for record in (first, second)]
-            if all(beside):
-                ratio = midmean(beside[1]) / midmean(beside[0])
-                spreads = [spread(samples) for samples in beside]
+            samples = [record.get("of_ceiling", {}).get(figure) for record in (first, second)]
+            if all(samples):
+                ratio = midmean(samples[1]) / midmean(samples[0])
             else:
+                samples = [record["figures"][figure] for record in (first, second)]
                 ratio = mine / theirs
-                spreads = [spread(record["figures"][figure]) for record in (first, second)]
-            noise = max(_LEAST, _SPREADS * max(spreads))
+            noise = max(_LEAST, _SPREADS * max(map(spread, samples)))
+            if min(map(len, samples)) < _FEW:
+                noise = max(noise, _UNKNOWN)
             yield Comparison(
                 second["candidate"], second["workload"], figure, mine, theirs, ratio, noise,
                 1 / ratio - 1 > noise and theirs - mine > _ABSOLUTE.get(figure, 0.0),
