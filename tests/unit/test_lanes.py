@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import random
 import resource
 import select
 import signal
+import socket
 import struct
 import sys
 import termios
@@ -27,7 +29,19 @@ from distckpt.arena import Arena, Range
 from distckpt.errors import WorkerDied, WriteError
 from distckpt.lanes import InlineLane, Lanes, WorkerLanes, _Queues, _start_code, open_lanes
 from distckpt.storage import open_storage
-from distckpt.worker import PART_NUMBER, ZEROS, Board, Job, Part, Plan, checksum, encode
+from distckpt.worker import (
+    PART_NUMBER,
+    ZEROS,
+    Board,
+    Channel,
+    Job,
+    LaneWriter,
+    Part,
+    Plan,
+    _Server,
+    checksum,
+    encode,
+)
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -478,6 +492,29 @@ def test_lanes_without_work_do_not_turn(workers: Bench) -> None:
     board.set_all_ready(bench.tag)
     bench.lanes.finish()
     bench.until_done()
+
+
+def test_a_lane_of_streams_does_not_turn_while_others_have_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    pipes = [os.pipe2(os.O_NONBLOCK) for _ in range(2)]
+    pidfd = os.pidfd_open(os.getpid())
+    parent, server = Channel(ours, pidfd), _Server(Channel(theirs, pidfd), pidfd)
+    parent.send(encode("queues", {"lane": 1, "num_fds": 2}), [reader for reader, _ in pipes])
+    assert server._obey(None)
+    server._save_id = "0a"
+    monkeypatch.setattr(LaneWriter, "is_stream", True)
+    os.write(pipes[0][1], PART_NUMBER.pack(0))
+    waiting = threading.Thread(target=server._obey, args=(None,))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "it was woken by a part that it does not take"
+    os.write(pipes[1][1], PART_NUMBER.pack(1))
+    waiting.join(5)
+    assert not waiting.is_alive()
+    for fd in (*itertools.chain(*pipes), *server._queues, pidfd):
+        os.close(fd)
+    ours.close()
+    theirs.close()
 
 
 def test_more_parts_than_pipes_hold(tmp_path: Path) -> None:
