@@ -59,7 +59,7 @@ class Sizes:
     training_bytes: int = 4 * GIB
     training_phases: int = 12
     training_memory_phases: int = 2
-    training_edges_ms: int = 100_000
+    training_edges_ms: int = 40_000
     """Of one loop in which saves begin and end again and again."""
     training_plain_ms: int = 1000
     training_saving_ms: int = 500

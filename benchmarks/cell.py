@@ -374,7 +374,7 @@ def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None
 
         step()
         checkpointer.prewarm(guarded).result(timeout=_LIMIT_S)
-        for number in range(_WARM_SAVES + min(3, spec.repeats)):
+        for number in range(_WARM_SAVES + min(4, spec.repeats)):
             ranks.settle()
             with Trace(ranks.rank) as trace:
                 started = time.perf_counter()

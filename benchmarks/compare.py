@@ -1,7 +1,8 @@
 """Compares two files of results: ratios of their figures, and whether one is worse beyond noise.
 
 Figures that have a ceiling are compared by the share of it that they reach, for that takes out how busy the
-machine was; others by their medians. Noise is what the samples of the two runs differ by among themselves.
+machine was; others by their medians. Noise is three times what samples differ by among themselves, a tenth at
+least; times of fewer than four samples must differ by a factor of two.
 Exit status 1: the second run is worse in some figure of distckpt.
 """
 
@@ -21,8 +22,10 @@ _LEAST = 0.10
 """Differences up to this are noise, however alike the samples are."""
 _SPREADS = 3.0
 """How many times the samples' own spread a difference must be."""
-_FEW, _UNKNOWN = 4, 1.0
+_FEW, _UNKNOWN_NOISE = 4, 1.0
 """Fewer samples do not tell how noisy they are: then it must be a factor of two."""
+_COUNTED = frozenset({"host_bytes", "bytes_ratio", "files"})
+"""What is no matter of speed: one sample tells it."""
 _ABSOLUTE = {"returned_s": 0.002, "guarded_s": 0.001, "first_stall_s": 0.01, "stall_s": 0.002}
 """Seconds that nobody notices."""
 
@@ -86,8 +89,8 @@ def compare(before: Results, after: Results) -> Iterator[Comparison]:
                 samples = [record["figures"][figure] for record in (first, second)]
                 ratio = mine / theirs
             noise = max(_LEAST, _SPREADS * max(map(spread, samples)))
-            if min(map(len, samples)) < _FEW:
-                noise = max(noise, _UNKNOWN)
+            if min(map(len, samples)) < _FEW and figure not in _COUNTED:
+                noise = max(noise, _UNKNOWN_NOISE)
             yield Comparison(
                 second["candidate"], second["workload"], figure, mine, theirs, ratio, noise,
                 1 / ratio - 1 > noise and theirs - mine > _ABSOLUTE.get(figure, 0.0),

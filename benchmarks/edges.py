@@ -14,7 +14,9 @@ from itertools import accumulate
 from statistics import mean, median
 
 WINDOWS = ((0.0, 0.03), (0.03, 0.08), (0.08, 0.2), (0.2, 0.5))
-"""Seconds after the step in which a save begins; what comes after the last is measured where saves end."""
+"""Seconds after the step in which a save is asked for, of which the call alone counts.
+
+What comes after the last is measured where saves end."""
 BESIDE_S = 0.1
 """Of the steps before a save, and around its end."""
 _DRAWS = 2000
@@ -81,7 +83,7 @@ def interval(
     """Return between what the statistic lies with 90 % confidence, by drawing samples again (bootstrap)."""
     chance = random.Random(0)
     found = sorted(statistic(chance.choices(samples, k=len(samples))) for _ in range(_DRAWS))
-    return found[_DRAWS // 20], found[_DRAWS * 19 // 20]
+    return found[_DRAWS // 20], found[-1 - _DRAWS // 20]
 
 
 def lost(changes: dict[str, list[float]], save_s: float, call_s: float) -> float:
@@ -92,15 +94,15 @@ def lost(changes: dict[str, list[float]], save_s: float, call_s: float) -> float
         save_s: Seconds of a save after the call.
         call_s: Seconds of the call.
     """
-    lost_s, reached_s = call_s, 0.0
+    lost_s, measured_s = call_s, 0.0
     for low_s, high_s in WINDOWS:
         samples = changes.get(window_name(low_s, high_s))
         if samples:
             # What a slowed step takes more, of the time that it took.
             change = median(samples)
             lost_s += (high_s - low_s) * change / (1 + change)
-            reached_s = high_s
+            measured_s += high_s - low_s
     if "end" in changes:
         change = median(changes["end"])
-        lost_s += (save_s - reached_s) * change / (1 + change)
+        lost_s += max(0.0, save_s - measured_s) * change / (1 + change)
     return lost_s / (save_s + call_s)

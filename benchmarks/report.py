@@ -629,7 +629,8 @@ def _reading(page: Page) -> str:
     ]
     return (
         "<p>Of all figures, less is better. Times count from the call, and are those of the slowest rank; "
-        "other figures are sums over all ranks and processes. They are medians of several saves, each "
+        "other figures are sums over all ranks and processes. They are medians of several saves, shares the "
+        "mean of the middle half, each "
         "candidate in processes of its own, with the settings that its documentation recommends.</p>"
         "<p>100 % is the limit of the hardware. For distckpt the ceiling is measured again beside each "
         "sample, so that a busy machine is busy for both. Such a share may differ a little from what the bar "

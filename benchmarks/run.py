@@ -47,7 +47,7 @@ _START_S = 10.0
 """What a process takes until it measures, about: torch is imported, the device is set up."""
 _SPARE_CORES = 8
 _MANY = 3.5
-"""How many times more often distckpt saves than a state is saved for the other figures."""
+"""Times `Size.repeats` and `Size.seconds`, for the state with which distckpt is compared."""
 _LEAST_BYTES = 64 << 20
 _STEP = 4
 """From one size of a state to the next: the next run on a disk of about this speed takes the same."""
@@ -85,7 +85,7 @@ class Size:
 
     Attributes:
         minutes: It takes no longer.
-        save_s: How long plain writes of all ranks' states may take; a quarter of it at least.
+        save_s: How long plain writes of all ranks' states may take, about; sizes are in steps of four.
         repeats: Of later saves, at most.
         seconds: For the repetitions of one part.
         training_s: For the phases of one training.
@@ -148,7 +148,7 @@ class Run:
         available = psutil.virtual_memory().available
         # A candidate may keep two copies on the host; files that were written may stay in memory as well.
         limits = [
-            nbytes, 8 * GIB, available // (6 * self.ranks),
+            nbytes, 4 * GIB, available // (6 * self.ranks),
             psutil.disk_usage(str(folder)).free // (6 * self.ranks),
         ]  # fmt: skip
         if self.device == "cuda":
@@ -517,7 +517,7 @@ def main() -> None:
             if "ceilings" in only:
                 progress("ceilings", 0.0)
                 if run.cell("ceilings", "ceilings", "all", spec, run.start_s + 20 * run.plain_s):
-                    spec = replace(spec, write=_ways(Results(read_records(run.out))))
+                    spec = replace(spec, write=_fastest_ways(Results(read_records(run.out))))
             try:
                 measure(run, spec, progress)
             finally:
@@ -527,7 +527,7 @@ def main() -> None:
     finish(run.out, output)
 
 
-def _ways(results: Results) -> tuple[tuple[int, bool], ...]:
+def _fastest_ways(results: Results) -> tuple[tuple[int, bool], ...]:
     """Return how plain writes are fastest past the page cache, if at all, and through it: threads, direct."""
     threads = {record["name"]: record["threads"] for record in results.of("ceiling") if "threads" in record}
     names = {"write_direct": True, "write_buffered": False}

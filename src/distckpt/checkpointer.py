@@ -60,7 +60,6 @@ from distckpt.ownership import Common, Rules, common_from_json, common_to_json, 
 from distckpt.participants import meet
 from distckpt.planned import PlannedState
 from distckpt.preemption import Preemption
-from distckpt.reader import StorageReader
 from distckpt.restoring import Restorer
 from distckpt.rng import RngState
 from distckpt.signature import View, local_tensors
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from distckpt.coordination import Coordinator
     from distckpt.manifest import PartialManifest
     from distckpt.participants import Participants
+    from distckpt.reader import StorageReader
     from distckpt.storage import Storage
 
 __all__ = ["Checkpointer", "SaveHandle"]

@@ -3,8 +3,8 @@
     items  ->  image  ->  parts: staged -> pushed -> written  ->  what the manifest says
 
 Two ways through host memory. A `Residence` holds the whole image: it is staged in one go, again and again,
-and written while training goes on. Otherwise parts pass through a ring of slots, each used again as soon as
-its part was written (waves), so that any state goes through any budget.
+and written while training goes on. Otherwise parts pass through slots, each used again as soon as its part
+was written (waves), so that any state goes through any budget.
 
 Invariants:
     * Memory of a save is used again only after its lanes have written it, or can no longer touch it.
@@ -948,7 +948,7 @@ class _Order:
 
 
 class _Waves:
-    """Slots of host memory that the parts of one save pass through, one after the other.
+    """Slots of host memory that the parts of one save pass through.
 
     Args:
         engine: Whose arena and stager.

@@ -60,8 +60,8 @@ class Restorer:
         self._is_first = coordinator.rank == 0
         self._is_alone = len(coordinator.ranks) == 1
         self._timeout_s = config.distributed_timeout_minutes * 60
-        self._number = 0
-        """Of the restore."""
+        self._num_restores = 0
+        """That have begun."""
 
     def restore(self, state: dict[str, Any], step: int | str | None) -> int | None:
         """Load a checkpoint into `state`; see `Checkpointer.restore`."""
@@ -122,7 +122,7 @@ class Restorer:
     def _load(self, state: dict[str, Any], copy: Copy) -> CheckpointError | None:
         """Load one checkpoint; returns why that failed, if it lies with the checkpoint or the state."""
         group = self._group if self._config.ckpt_fully_parallel_load and not self._is_alone else None
-        number = self._number
+        number = self._num_restores
         num_asked = 0
         path = self._where(copy)
         reader = StorageReader(path, self._config, storage_options=self._archive.options_of(copy.tier))
@@ -153,7 +153,7 @@ class Restorer:
 
     @property
     def _loaded_name(self) -> str:
-        return f"{self._name}.loaded.{self._number}"
+        return f"{self._name}.loaded.{self._num_restores}"
 
     def _outcome_for_all(self, error: CheckpointError | None) -> CheckpointError | None:
         """Return how loading went: None if it went well on all ranks, damage if one has found any."""
@@ -183,8 +183,8 @@ class Restorer:
         Raises:
             CheckpointError: There is no such step, or the ranks ask for different ones.
         """
-        self._number += 1
-        name = f"{self._name}.restore.{self._number}"
+        self._num_restores += 1
+        name = f"{self._name}.restore.{self._num_restores}"
         found, failure = None, None
         if self._is_first:
             try:

@@ -75,6 +75,7 @@ _END_S = 4.0
 """A lane that has not ended what it was writing by then is given up."""
 _LONGEST_WAIT_S = 0.1
 _HUNGRY_WAIT_S = 0.02
+"""With room for a part and none to take; so late it hears that a write has failed."""
 SHORTEST_PAUSE_S = 0.0002
 LONGEST_PAUSE_S = 0.001
 
@@ -916,7 +917,10 @@ class _Server:
             pass
 
     def _advance(self) -> float | None:
-        """Do one thing for the save; returns the seconds to wait before the next, None: for a message."""
+        """Do one thing for the save; returns the seconds to wait before the next, None: for a message.
+
+        When it is hungry, a part or a message ends the wait.
+        """
         self._is_hungry = False
         if self._save_id is None:
             return None
