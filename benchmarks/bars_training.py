@@ -573,6 +573,7 @@ class _Trainer:
 
 def _thread_seconds() -> dict[int, float]:
     """Return the processor seconds of each thread of this process, by its native id."""
+    # psutil's are in hundredths.
     found = {}
     for task in Path("/proc/self/task").iterdir():
         # It may have ended.

@@ -8,7 +8,7 @@ tenth of a second apart mostly have one speed, and the median over many saves le
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import mean, median
@@ -77,12 +77,10 @@ def window_name(low_s: float, high_s: float) -> str:
     return f"{1000 * low_s:.0f} to {1000 * high_s:.0f} ms"
 
 
-def interval(
-    samples: Sequence[float], statistic: Callable[[Sequence[float]], float] = median
-) -> tuple[float, float]:
-    """Return between what the statistic lies with 90 % confidence, by drawing samples again (bootstrap)."""
+def interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Return between what the median lies with 90 % confidence, by drawing samples again (bootstrap)."""
     chance = random.Random(0)
-    found = sorted(statistic(chance.choices(samples, k=len(samples))) for _ in range(_DRAWS))
+    found = sorted(median(chance.choices(samples, k=len(samples))) for _ in range(_DRAWS))
     return found[_DRAWS // 20], found[-1 - _DRAWS // 20]
 
 

@@ -517,7 +517,8 @@ def main() -> None:
             if "ceilings" in only:
                 progress("ceilings", 0.0)
                 if run.cell("ceilings", "ceilings", "all", spec, run.start_s + 20 * run.plain_s):
-                    spec = replace(spec, write=_fastest_ways(Results(read_records(run.out))))
+                    ways = _fastest_ways(Results(read_records(run.out)))
+                    spec = replace(spec, write=ways or spec.write)
             try:
                 measure(run, spec, progress)
             finally:

@@ -9,9 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from distckpt.engine import Engine, Written
 from distckpt.lanes import WorkerLanes
 from distckpt.staging import Item
 from distckpt.storage import Storage, open_storage
-from distckpt.storage.posix import PosixImage, PosixStorage
+from slow_writes import hold_first_write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -166,26 +165,9 @@ def test_waves_through_a_small_arena(tmp_path: Path, is_async: bool) -> None:
 
 
 def test_copies_go_on_beside_a_slow_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PosixStorage, "in_flight", 2)
+    hold_first_write(monkeypatch, until_bytes=60 * _MIB)
     state = {f"layer.{index}": some(torch.float32, 3, _MIB // 4) for index in range(40)}
     expected = copied(state)
-    written_bytes, is_late = 0, threading.Event()
-    write = PosixImage.write
-
-    def slow(
-        image: PosixImage, offset: int, buffers: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        nonlocal written_bytes
-        if not is_late.is_set():
-            is_late.set()
-            deadline = time.monotonic() + 20
-            while written_bytes < 60 * _MIB and time.monotonic() < deadline:
-                time.sleep(0.001)
-            assert written_bytes >= 60 * _MIB
-        write(image, offset, buffers, crc32c)
-        written_bytes += sum(buffer.nbytes for buffer in buffers)
-
-    monkeypatch.setattr(PosixImage, "write", slow)
     with StorageWriter(ckpt_host_memory=24 * _MIB) as writer:
         save(state, tmp_path / "1", writer)
     check(tmp_path / "1", state, expected)

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from distckpt.lanes import WorkerLanes
 from distckpt.observe import Event, subscribe
 from distckpt.staging import Item
 from distckpt.storage import Storage, open_storage
-from distckpt.storage.posix import PosixImage, PosixStorage
 from distckpt.worker import block_spans, checksum
+from slow_writes import hold_first_write
 from unit.tensors import memory_of, payload_of
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -96,13 +96,6 @@ def check(storage: Storage, written: Written | None, data: list[bytes], checksum
         packed = struct.pack(f"<{len(blocks)}I", *blocks) if checksums else b""
         assert written.checksums[number] == packed, name
     assert written.files == {name: file.nbytes for name, file in zip(written.names, image.files, strict=True)}
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert holds()
 
 
 def free_bytes(engine: Engine) -> int:
@@ -209,22 +202,8 @@ def test_many_times_the_budget_is_written_in_waves(storage: Storage, workers: in
 
 
 def test_one_slow_write_holds_up_no_wave(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PosixStorage, "in_flight", 2)
+    hold_first_write(monkeypatch, until_bytes=40 * MIB)
     data = [random_bytes(MIB, number) for number in range(60)]
-    written_bytes, is_late = 0, threading.Event()
-    write = PosixImage.write
-
-    def slow(
-        image: PosixImage, offset: int, buffers: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        nonlocal written_bytes
-        if not is_late.is_set():
-            is_late.set()
-            wait_until(lambda: written_bytes > 40 * MIB)
-        write(image, offset, buffers, crc32c)
-        written_bytes += sum(buffer.nbytes for buffer in buffers)
-
-    monkeypatch.setattr(PosixImage, "write", slow)
     engine = opened("20MiB")
     check(storage, engine.write(storage, "0a", 0, [literal(part) for part in data]), data)
     assert_is_whole(engine)
