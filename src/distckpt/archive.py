@@ -10,6 +10,7 @@ root one at a time, the newest first. A checkpoint is nearest where it is local.
 Invariants:
     * What is newer than the newest committed checkpoint is not touched, nor what a save is under way to.
     * A local checkpoint is not removed while it is uploaded; the newest stays.
+    * A local checkpoint that is damaged keeps no other from being uploaded.
 
 Threads: the caller's; one that removes, and one that uploads, of its own. Torch-free.
 """
@@ -21,12 +22,13 @@ import hashlib
 import logging
 import os
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint, writer_may_live
-from distckpt.errors import CheckpointError
+from distckpt.errors import CheckpointError, IntegrityError
 from distckpt.exitstatus import note_failure
 from distckpt.manifest import METADATA
 from distckpt.mirror import mirror
@@ -109,6 +111,11 @@ class Archive:
         """Local steps that are removed."""
         self._has_saved = False
         self._upload_error: CheckpointError | None = None
+        self._damaged: dict[Saved, IntegrityError] = {}
+        """Local checkpoints that cannot be uploaded, and why."""
+        self._has_news_of_damage = False
+        self._asked_s = 0.0
+        """When somebody was last told of damage, in seconds since the epoch."""
         self._over: set[str] = set()
         """Ids of removals, and of saves that are not uploaded any more."""
 
@@ -270,6 +277,17 @@ class Archive:
         if error is not None:
             raise error
 
+    def finds_damage(self) -> bool:
+        """Say, once, whether an upload has found damage in a checkpoint that was committed since it last did.
+
+        Whoever shares files with that checkpoint shares its damage.
+        """
+        with self._lock:
+            found, self._has_news_of_damage = self._has_news_of_damage, False
+            if found:
+                self._asked_s = time.time()
+        return found
+
     def stop(self) -> None:
         """Have uploads end soon; the next process goes on with them."""
         self._stop.set()
@@ -369,48 +387,58 @@ class Archive:
         """Upload what the root lacks, and remove what is to go there and here."""
         while not self._stop.is_set():
             try:
-                step = self._next_upload()
-                if step is None:
-                    self._upload_error = None
+                saved = self._next_upload()
+                if saved is None:
                     return
-                self._upload(step)
+                self._upload(saved)
                 if self._has_saved:
                     # Who only looks has not been told how many are to stay.
                     self._trim()
-            except CheckpointError as error:
-                _LOG.error("the upload to %s failed: %s", self._urls[1], error)
-                note_failure()
+            except BaseException as error:  # noqa: BLE001 - the top frame of a thread: close() raises it
+                if not isinstance(error, CheckpointError):
+                    error = CheckpointError(f"{type(error).__name__}: {error}")
+                self._report(error)
                 self._upload_error = error
                 return
-            except BaseException as error:  # noqa: BLE001 - the top frame of a thread: close() raises it
-                _LOG.error("the upload to %s failed: %s: %s", self._urls[1], type(error).__name__, error)
-                note_failure()
-                self._upload_error = CheckpointError(f"{type(error).__name__}: {error}")
-                return
 
-    def _next_upload(self) -> int | None:
-        """Return the newest step that is to be uploaded; it is not removed here until it is."""
+    def _report(self, error: CheckpointError) -> None:
+        _LOG.error("the upload to %s failed: %s", self._urls[1], error)
+        note_failure()
+
+    def _next_upload(self) -> Saved | None:
+        """Return the newest step that is to be uploaded and can be; it is not removed here until it is."""
         here, there = self._saved(0), self._saved(1)
         kept = kept_steps([*{one.step: one for one in (*there, *here)}.values()], self._config)
         uploaded = {one.step: one for one in there}
         # Older ones are about to go.
         newest = sorted(here, key=committed_at)[-self._config.ckpt_local_keep :]
-        missing = {one.step for one in newest if _is_newer(one, uploaded.get(one.step))}
+        missing = [
+            one
+            for one in newest
+            if one not in self._damaged and one.step in kept and _is_newer(one, uploaded.get(one.step))
+        ]
         with self._lock:
-            left = [one.step for one in newest if one.step in missing & kept and one.step not in self._going]
+            left = [one for one in missing if one.step not in self._going]
             # What was committed last comes first.
-            step = left[-1] if left else None
-            self._uploading = step
-        return step
+            found = left[-1] if left else None
+            self._uploading = found.step if found else None
+        if found is None:
+            self._upload_error = self._damaged.get(newest[-1]) if newest else None
+        return found
 
-    def _upload(self, step: int) -> None:
-        saved = self._known[0].get(step)
-        if saved is None:
-            return
+    def _upload(self, saved: Saved) -> None:
+        step = saved.step
         try:
             mirror(self.open(step, 0), self.open(step, 1), stop=self._stop, timeout_s=self._timeout_s)
             if self._stop.is_set():
                 return
+        except IntegrityError as error:
+            # Others can still be uploaded.
+            self._report(error)
+            with self._lock:
+                self._damaged[saved] = error
+                self._has_news_of_damage |= (saved.time_s or 0.0) >= self._asked_s
+            return
         finally:
             with self._lock:
                 self._uploading = None
@@ -442,11 +470,12 @@ class Archive:
                     continue
                 self._going.add(step)
             if _is_newer(one, self._known[1].get(step)):
+                why = "saves come faster than uploads (--ckpt-local-keep)"
                 _LOG.warning(
-                    "step %d is removed from %s before it was uploaded: saves come faster than uploads "
-                    "(--ckpt-local-keep)",
+                    "step %d is removed from %s before it was uploaded: %s",
                     step,
                     self._urls[0],
+                    "it is damaged" if one in self._damaged else why,
                 )
                 with contextlib.suppress(CheckpointError):
                     self._over.add(str(committed_by(self.open(step))))

@@ -154,6 +154,8 @@ class Checkpointer:
                     f"{self._storage.url!r}; local file systems and s3:// (with botocore or s3fs) can"
                 )
             self._increments = Increments(self._archive.open)
+        self._has_restored = False
+        """Since the last save began: what it has found damaged is not shared with the next one."""
         self._wrappers: dict[int, PerRank] = {}
         self._rng = PerRank(RngState()) if self._config.load_rng else None
         self._turns: list[tuple[SaveHandle, str]] = []
@@ -493,6 +495,7 @@ class Checkpointer:
             CheckpointError: There is no such step, or it cannot be read.
         """
         self._let_change()
+        self._has_restored = True
         if self._rng is None:
             return self._restorer.restore(state, step)
         self._check_names(state)
@@ -859,15 +862,23 @@ class Checkpointer:
 
     def _claim(self, storage: Storage, meeting: Meeting) -> Claim:
         """Claim the directory, or wait until the first rank has: before that, no rank writes there."""
+        writes_all, self._has_restored = self._has_restored, False
         with observe.span("directory.claimed", rank=self._rank, path=storage.url):
-            if not self._is_first:
+            if self._is_first:
+                storage.prepare()
+                claimed = claim(storage, uuid.uuid4().hex, exclusive=exclusive_of(self._engine.format))
+                writes_all |= self._archive.finds_damage()
+                if not self._is_alone:
+                    facts = {"all": True} if writes_all else {}
+                    meeting.say("writing", save_id=claimed.save_id, facts=facts)
+            else:
                 # Nobody asks for it; it tells how far this rank has got.
                 meeting.say("writing")
-                return Claim(meeting.await_claim(), None, ())
-            storage.prepare()
-            claimed = claim(storage, uuid.uuid4().hex, exclusive=exclusive_of(self._engine.format))
-        if not self._is_alone:
-            meeting.say("writing", save_id=claimed.save_id)
+                claimed = Claim(meeting.await_claim(), None, ())
+                writes_all |= bool(meeting.outcome.facts.get("all"))
+        if writes_all and self._increments is not None:
+            # What shares files with a damaged checkpoint is damaged.
+            self._increments.forget()
         return claimed
 
     def _check_of(self, claimed: Claim, storage: Storage) -> Callable[[], None] | None:

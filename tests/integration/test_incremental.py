@@ -15,6 +15,7 @@ import torch
 from distckpt import Checkpointer, ConfigError, IntegrityError
 from distckpt.storage import open_storage
 from distckpt.verification import verify
+from faults.checkpoints import wait_until
 from integration.checkpoints import assert_same, read_with_torch
 from integration.ranks import states
 from integration.ranks.world import Ranks
@@ -167,19 +168,95 @@ def test_the_directory_of_the_last_checkpoint_is_gone_when_it_is_saved_again(tmp
     assert_same(read_with_torch(step_path(tmp_path, 0)), lora(1))
 
 
+def damage(path: Path) -> None:
+    """Change bytes in the middle of the largest file of a checkpoint, for all that share it."""
+    file = max(path.glob("*.distcp*"), key=lambda one: one.stat().st_size)
+    descriptor = os.open(file, os.O_RDWR)
+    os.pwrite(descriptor, b"\x55" * 64, file.stat().st_size // 2 + 300_000)
+    os.close(descriptor)
+
+
 def test_damage_is_found_in_what_is_shared(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, ckpt_incremental=True) as checkpointer:
         for step in range(2):
             checkpointer.save(step, lora(step))
-    inodes = images_of(step_path(tmp_path, 0)).values()
-    [shared] = [name for name, inode in images_of(step_path(tmp_path, 1)).items() if inode in inodes]
-    path = step_path(tmp_path, 1) / shared
-    descriptor = os.open(path, os.O_RDWR)
-    os.pwrite(descriptor, b"\x55" * 64, path.stat().st_size // 2 + 300_000)
-    os.close(descriptor)
+    damage(step_path(tmp_path, 0))
     assert verify(open_storage(step_path(tmp_path, 1))).status == "damaged"
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(IntegrityError):
         checkpointer.restore(empty())
+
+
+class Heard(logging.Handler):
+    """Whether an upload was said to have failed."""
+
+    has_failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.has_failed |= "upload" in record.msg and record.levelno == logging.ERROR
+
+
+def save_past_damage(root: str, local: str, *, is_first: bool = True) -> list[int | None]:
+    """Save again and again, with damage to the third and so to the fourth; returns what was written."""
+    found, heard = [], Heard()
+    settings: dict[str, Any] = {"ckpt_local_dir": local, "ckpt_local_keep": 6, "ckpt_incremental": True}
+    logger = logging.getLogger("distckpt.archive")
+    logger.addHandler(heard)
+    try:
+        with Checkpointer(root, **settings) as checkpointer:
+            for step in range(6):
+                handle = checkpointer.save(step, lora(step))
+                found.append(handle.written_bytes)
+                uploaded = step_path(Path(root), step) / ".metadata"
+                if not is_first:
+                    continue
+                if step == 3:
+                    wait_until(lambda: heard.has_failed, 60, "the damage is found")
+                else:
+                    wait_until(uploaded.exists, 60, f"step {step} is uploaded")
+                if step == 2:
+                    [path] = Path(local).glob("*/step-00000002")
+                    damage(path)
+    finally:
+        logger.removeHandler(heard)
+    return found
+
+
+def save_past_damage_in_ranks(root: str, local: str) -> list[int | None]:
+    """Rank function."""
+    return save_past_damage(root, local, is_first=torch.distributed.get_rank() == 0)
+
+
+def assert_is_past_damage(root: Path, written: list[int]) -> None:
+    assert [nbytes > 19 << 20 for nbytes in written[2:]] == [False, False, True, False]
+    for step in (0, 1, 2, 4, 5):
+        assert verify(open_storage(step_path(root, step))).status == "complete"
+    assert_same(read_with_torch(step_path(root, 5)), lora(5))
+    assert not (step_path(root, 3) / ".metadata").exists()
+
+
+def test_damage_that_an_upload_finds_is_shared_no_further(tmp_path: Path) -> None:
+    root, local = tmp_path / "root", tmp_path / "local"
+    written = save_past_damage(str(root), str(local))
+    assert_is_past_damage(root, [nbytes or 0 for nbytes in written])
+
+
+def test_damage_that_an_upload_finds_is_shared_by_no_rank(ranks: Ranks, tmp_path: Path) -> None:
+    root, local = tmp_path / "root", tmp_path / "local"
+    found = ranks.run(2, save_past_damage_in_ranks, root=str(root), local=str(local))
+    assert_is_past_damage(root, [sum(own[step] for own in found) for step in range(6)])
+
+
+def test_what_is_damaged_is_not_shared_after_a_restore(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, ckpt_incremental=True) as checkpointer:
+        for step in range(2):
+            checkpointer.save(step, lora(step))
+        damage(step_path(tmp_path, 1))
+        with pytest.raises(IntegrityError):
+            checkpointer.restore(empty())
+        checkpointer.save(2, lora(2))
+        checkpointer.save(3, lora(3))
+    for step in (2, 3):
+        assert verify(open_storage(step_path(tmp_path, step))).status == "complete"
 
 
 def test_within_the_budget(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from distckpt import Checkpointer, CheckpointError, ConfigError
+from distckpt import Checkpointer, CheckpointError, ConfigError, IntegrityError
 from distckpt.storage import open_storage
 from distckpt.verification import verify
 from integration.checkpoints import assert_same, read_with_torch
@@ -183,6 +183,34 @@ def test_a_step_that_is_saved_anew_is_uploaded_anew(tmp_path: Path) -> None:
     with Checkpointer(root, ckpt_local_dir=str(tmp_path / "older")) as checkpointer:
         assert checkpointer.restore(found) == 3
         assert_same(found, state_of(203))
+
+
+def test_damage_keeps_no_other_checkpoint_from_the_root(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    settings: dict[str, Any] = {"ckpt_local_dir": str(tmp_path / "local"), "ckpt_local_keep": 4}
+    root.touch()
+    checkpointer = Checkpointer(root, **settings)
+    for step in range(3):
+        checkpointer.save(step, state_of(step))
+    with pytest.raises(CheckpointError, match="root"):
+        checkpointer.close()
+    root.unlink()
+    [newest] = tmp_path.glob("local/*/step-00000002")
+    file = max(newest.glob("*.distcp*"), key=lambda one: one.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    caplog.clear()
+    checkpointer = Checkpointer(root, **settings)
+    with pytest.raises(IntegrityError, match="damaged"):
+        checkpointer.close()
+    assert caplog.text.count("the upload to") == 1
+    assert [(step_path(root, step) / ".metadata").exists() for step in range(3)] == [True, True, False]
+    with Checkpointer(root, **settings) as checkpointer:
+        checkpointer.save(3, state_of(3))
+    assert_same(read_with_torch(step_path(root, 3)), state_of(3))
 
 
 def test_the_local_directory_is_bounded_while_the_root_is_away(tmp_path: Path) -> None:
