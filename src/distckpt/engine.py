@@ -1346,7 +1346,7 @@ class _Run:
         if stuck is None:
             return "waiting for the lanes to make their files durable", None
         part = parts[stuck]
-        doing = "waits for the copy off the device"
+        doing = "is not staged yet"
         if board.is_ready(stuck, self._memory.tag):
             doing = "is with its lane"
         name = self._names[part.file] if self._names else f"file {part.file}"
