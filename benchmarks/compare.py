@@ -1,8 +1,9 @@
 """Compares two files of results: ratios of their figures, and whether one is worse beyond noise.
 
 Figures that have a ceiling are compared by the share of it that they reach, for that takes out how busy the
-machine was; others by their medians. Noise is three times what samples differ by among themselves, a tenth at
-least; times of fewer than four samples must differ by a factor of two.
+machine was; others by their medians, unless the two states have other sizes. Noise is three times what
+samples differ by among themselves, a tenth at least; times of fewer than four samples must differ by a factor
+of two.
 Exit status 1: the second run is worse in some figure of distckpt.
 """
 
@@ -83,6 +84,8 @@ def compare(before: Results, after: Results) -> Iterator[Comparison]:
             if not mine or not theirs:
                 continue
             samples = [record.get("of_ceiling", {}).get(figure) for record in (first, second)]
+            if not all(samples) and first["nbytes"] != second["nbytes"]:
+                continue
             if all(samples):
                 ratio = midmean(samples[1]) / midmean(samples[0])
             else:
@@ -124,6 +127,8 @@ def main() -> int:
     first, second = (run.run["hardware"] for run in runs)
     if (first["cpu"], first["cores"], first["gpus"]) != (second["cpu"], second["cores"], second["gpus"]):
         console.print("They are of different machines.")
+    if len({run.run["config"].get("gib_per_rank") for run in runs}) > 1:
+        console.print("Their states have other sizes: of those only shares of ceilings are compared.")
     worse = [one for one in found if one.is_worse and one.candidate.startswith("distckpt")]
     console.print(f"{len(worse)} of {len(found)} figures are worse beyond noise.")
     return 1 if worse else 0
