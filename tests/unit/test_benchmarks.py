@@ -152,6 +152,21 @@ def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
         assert name in errors
 
 
+def test_interrupts_of_devices_are_counted_for_each_core() -> None:
+    text = (
+        "           CPU0       CPU2\n"
+        " 31:          3       4367 PCI-MSIX-0000:00:01.0   1-edge      virtio0-req.0\n"
+        " 42:          7          1 PCI-MSIX-0000:00:06.0   0-edge      nvidia\n"
+        "LOC:       1060       1125   Local timer interrupts\n"
+        "ERR:          0\n"
+    )
+    code = f"from cores import interrupts_of; print(interrupts_of({text!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert done.stdout == "{0: 10, 2: 4368}\n"
+
+
 def test_host_memory_counts_shared_memory_once() -> None:
     code = (
         "import mmap, os, subprocess, sys\n"
