@@ -294,7 +294,7 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
     # A first save, one watched, repetitions, and loads; those of distckpt each beside its ceiling.
     peer_s = run.start_s + 12 * plain_s
     ours_s = run.start_s + 40 * plain_s
-    state_s = run.start_s + 6 * plain_s
+    state_s = run.start_s + 13 * plain_s
     if "sweep" in only:
         progress("sweep", 0.0)
         _sweep(run, spec)
@@ -320,9 +320,7 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
     if "workloads" in only:
         for name in run.arguments.workloads or run.size.workloads:
             if name != _COMPARED or "candidates" not in only:
-                part = replace(
-                    spec, workload=name, nbytes=spec.nbytes // 2, detailed=True, repeats=min(2, spec.repeats)
-                )
+                part = replace(spec, workload=name, nbytes=spec.nbytes // 2, detailed=True)
                 parts.append(("workloads", "measure", name, part, state_s))
     if "training" in only:
         for name in _TRAINED:
