@@ -46,12 +46,8 @@ _SAMPLE_S = 0.05
 _OURS = ("distckpt", "distckpt, prewarmed")
 _PREWARMED = ", prewarmed"
 STOCK = ("stock save", "stock async_save", "stock async_save, pinned")
-PEERS = (
-    "torch_checkpointing",
-    "torch_checkpointing, prewarmed",
-    "nvidia-resiliency-ext, CUDA IPC",
-    "nvidia-resiliency-ext, shm",
-)
+_NEED_CUDA = ("nvidia-resiliency-ext, CUDA IPC", "nvidia-resiliency-ext, shm")
+PEERS = ("torch_checkpointing", "torch_checkpointing, prewarmed", *_NEED_CUDA)
 
 
 def measure_stock(report: Report, device: str, sizes: Sizes) -> None:
@@ -62,8 +58,11 @@ def measure_stock(report: Report, device: str, sizes: Sizes) -> None:
 def measure_peers(report: Report, device: str, sizes: Sizes) -> None:
     """Compare with the peers that are installed."""
     known = candidates(device, 0, 1)
-    found = [name for name in PEERS if importlib.util.find_spec(known[name][0]) is not None]
-    report.add("missing", [name for name in PEERS if name not in found])
+    missing = {name: "not installed" for name in PEERS if importlib.util.find_spec(known[name][0]) is None}
+    if device != "cuda":
+        missing |= dict.fromkeys(_NEED_CUDA, "CUDA only")
+    report.add("missing", missing)
+    found = [name for name in PEERS if name not in missing]
     if found:
         _measure(report, device, sizes, [*_OURS, *found])
 
@@ -248,8 +247,8 @@ def table_of_peers(found: Found) -> list[list[str]]:
         numbers = [str(len(figures.get(figure, []))) for figure in ("later_total_s", "disk_total_s")]
         row += [" + ".join(numbers), {True: "equal", False: "DIFFERS", None: "-"}[figures.get("equal")]]
         rows.append(row)
-    for name in found.get("missing", []):
-        rows.append([name, *["not installed"] * (len(rows[0]) - 1)])
+    for name, reason in found.get("missing", {}).items():
+        rows.append([name, *[reason] * (len(rows[0]) - 1)])
     return rows if len(rows) > 1 else []
 
 

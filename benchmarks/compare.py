@@ -2,8 +2,8 @@
 
 Figures that have a ceiling are compared by the share of it that they reach, for that takes out how busy the
 machine was; others by their medians, unless the two states have other sizes. Noise is three times what
-samples differ by among themselves, a tenth at least; times of fewer than four samples must differ by a factor
-of two.
+samples differ by among themselves, a tenth at least; times of fewer than five samples must differ by a factor
+of two. Where only the ceiling has changed, nothing is worse.
 Exit status 1: the second run is worse in some figure of distckpt.
 """
 
@@ -23,7 +23,7 @@ _LEAST = 0.10
 """Differences up to this are noise, however alike the samples are."""
 _SPREADS = 3.0
 """How many times the samples' own spread a difference must be."""
-_FEW, _UNKNOWN_NOISE = 4, 1.0
+_FEW, _UNKNOWN_NOISE = 5, 1.0
 """Fewer samples do not tell how noisy they are: then it must be a factor of two."""
 _COUNTED = frozenset({"host_bytes", "bytes_ratio", "files"})
 """What is no matter of speed: one sample tells it."""
@@ -94,9 +94,10 @@ def compare(before: Results, after: Results) -> Iterator[Comparison]:
             noise = max(_LEAST, _SPREADS * max(map(spread, samples)))
             if min(map(len, samples)) < _FEW and figure not in _COUNTED:
                 noise = max(noise, _UNKNOWN_NOISE)
+            is_slower = theirs - mine > _ABSOLUTE.get(figure, 0.0) and theirs / mine - 1 > _LEAST
             yield Comparison(
                 second["candidate"], second["workload"], figure, mine, theirs, ratio, noise,
-                1 / ratio - 1 > noise and theirs - mine > _ABSOLUTE.get(figure, 0.0),
+                1 / ratio - 1 > noise and (is_slower or first["nbytes"] != second["nbytes"]),
             )  # fmt: skip
 
 

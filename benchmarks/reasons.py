@@ -32,6 +32,10 @@ _HANDS_OVER = (
     "returns before it has looked at the state, which may not change until it has copied it: that is its "
     "later stall"
 )
+_STAGES_LATER = (
+    "returns while a thread copies the state, which may not change until that has ended: that is its later "
+    "stall"
+)
 _ONE_STREAM = (
     "writes one stream without checksums, plans or manifests; how much each of these makes was not measured"
 )
@@ -45,7 +49,11 @@ _REASONS: dict[str, dict[str, str]] = {
         "Orbax": _KEEPS_NOTHING,
         "TorchSnapshot": _KEEPS_NOTHING,
     },
-    "returned_s": {"torch_checkpointing": _HANDS_OVER},
+    "returned_s": {
+        "torch_checkpointing": _HANDS_OVER,
+        "dcp.async_save, pinned": _STAGES_LATER,
+        "dcp.async_save, process": _STAGES_LATER,
+    },
     "load_s": dict.fromkeys(
         ("torch.save", "safetensors", "torch_checkpointing", "dcp.async_save", "dcp.save"), _NO_CHECKSUM
     ),

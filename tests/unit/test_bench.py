@@ -114,12 +114,25 @@ def test_a_run_is_worse_only_beyond_what_samples_differ_by(
     ]
     [one] = module.compare(*runs)
     assert one.ratio == pytest.approx(1 / factor)
-    limit = max(0.1 if len(samples) >= 4 or figure == "host_bytes" else 1.0, 3 * module.spread(samples))
+    limit = max(0.1 if len(samples) >= 5 or figure == "host_bytes" else 1.0, 3 * module.spread(samples))
     # At the limit itself, rounding decides.
     assume(abs(factor - 1 - limit) > 1e-9)
     assert one.is_worse == (factor - 1 > limit)
     [back] = module.compare(*reversed(runs))
     assert not back.is_worse
+
+
+def test_a_ceiling_that_has_changed_makes_nothing_worse() -> None:
+    module, results = load("compare"), load("results")
+    runs = []
+    for seconds, share in ((1.0, 0.9), (1.05, 0.6), (1.5, 0.6)):
+        record = measurement("distckpt", durable_s=[seconds] * 5) | {"of_ceiling": {"durable_s": [share] * 5}}
+        runs.append(results.Results([run_record(), record]))
+    before, same, slower = runs
+    assert [one.is_worse for after in (same, slower) for one in module.compare(before, after)] == [
+        False,
+        True,
+    ]
 
 
 def test_of_states_of_other_sizes_only_shares_of_ceilings_are_compared() -> None:
@@ -135,7 +148,7 @@ def test_of_states_of_other_sizes_only_shares_of_ceilings_are_compared() -> None
 def test_compare_command(tmp_path: Path) -> None:
     good, bad, other = (tmp_path / name for name in ("good.jsonl", "bad.jsonl", "other.jsonl"))
     for file, seconds, device in ((good, 1.0, "cpu"), (bad, 1.5, "cpu"), (other, 1.0, "cuda")):
-        records = [run_record(device=device), measurement("distckpt", durable_s=[seconds] * 4)]
+        records = [run_record(device=device), measurement("distckpt", durable_s=[seconds] * 5)]
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "text").write_text("no results")
 
