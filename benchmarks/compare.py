@@ -128,8 +128,12 @@ def main() -> int:
     first, second = (run.run["hardware"] for run in runs)
     if (first["cpu"], first["cores"], first["gpus"]) != (second["cpu"], second["cores"], second["gpus"]):
         console.print("They are of different machines.")
-    if len({run.run["config"].get("gib_per_rank") for run in runs}) > 1:
-        console.print("Their states have other sizes: of those only shares of ceilings are compared.")
+    before, after = (
+        {(record["candidate"], record["workload"]): record["nbytes"] for record in run.measurements()}
+        for run in runs
+    )
+    if any(before[key] != after[key] for key in before.keys() & after.keys()):
+        console.print("Of states of other sizes only shares of ceilings are compared.")
     worse = [one for one in found if one.is_worse and one.candidate.startswith("distckpt")]
     console.print(f"{len(worse)} of {len(found)} figures are worse beyond noise.")
     return 1 if worse else 0

@@ -10,7 +10,7 @@ root one at a time, the newest first. A checkpoint is nearest where it is local.
 Invariants:
     * What is newer than the newest committed checkpoint is not touched, nor what a save is under way to.
     * A local checkpoint is not removed while it is uploaded; the newest stays.
-    * A local checkpoint that is damaged keeps no other from being uploaded.
+    * A local checkpoint that is damaged keeps no other from being uploaded, nor takes its place here.
 
 Threads: the caller's; one that removes, and one that uploads, of its own. Torch-free.
 """
@@ -18,17 +18,17 @@ Threads: the caller's; one that removes, and one that uploads, of its own. Torch
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint, writer_may_live
-from distckpt.errors import CheckpointError, IntegrityError
+from distckpt.errors import CheckpointError, IntegrityError, WriteError
 from distckpt.exitstatus import note_failure
 from distckpt.manifest import METADATA
 from distckpt.mirror import mirror
@@ -111,11 +111,11 @@ class Archive:
         """Local steps that are removed."""
         self._has_saved = False
         self._upload_error: CheckpointError | None = None
-        self._damaged: dict[Saved, IntegrityError] = {}
+        self._damaged: dict[Saved, str] = {}
         """Local checkpoints that cannot be uploaded, and why."""
         self._has_news_of_damage = False
-        self._asked_s = 0.0
-        """When somebody was last told of damage, in seconds since the epoch."""
+        self._own: set[Saved] = set()
+        """Local checkpoints that were committed here since there was news of damage."""
         self._over: set[str] = set()
         """Ids of removals, and of saves that are not uploaded any more."""
 
@@ -223,9 +223,11 @@ class Archive:
             metric: What it was saved with.
             time_s: When it was committed, in seconds since the epoch.
         """
+        saved = Saved(step, time_s, metric)
         with self._lock:
-            self._known[0][step] = Saved(step, time_s, metric)
+            self._known[0][step] = saved
             self._empty[0].discard(step)
+            self._own.add(saved)
         self._has_saved = True
         self._point_to(step, 0)
         self._reclaim(0, step, save_id, {*failed, *self._over})
@@ -277,16 +279,16 @@ class Archive:
         if error is not None:
             raise error
 
-    def finds_damage(self) -> bool:
+    def take_news_of_damage(self) -> bool:
         """Say, once, whether an upload has found damage in a checkpoint that was committed since it last did.
 
         Whoever shares files with that checkpoint shares its damage.
         """
         with self._lock:
-            found, self._has_news_of_damage = self._has_news_of_damage, False
-            if found:
-                self._asked_s = time.time()
-        return found
+            news, self._has_news_of_damage = self._has_news_of_damage, False
+            if news:
+                self._own.clear()
+        return news
 
     def stop(self) -> None:
         """Have uploads end soon; the next process goes on with them."""
@@ -379,6 +381,10 @@ class Archive:
             if remove_checkpoint(storage, removal, failed=self._over, idle_s=self._idle_s):
                 self._known[tier].pop(step, None)
                 self._empty[tier].add(step)
+                if tier == 0:
+                    with self._lock:
+                        self._own.discard(one)
+                        self._damaged.pop(one, None)
                 _LOG.info("removed %s", self.path(step, tier))
         except CheckpointError as error:
             _LOG.warning("%s stays: %s", self.path(step, tier), error)
@@ -397,33 +403,33 @@ class Archive:
             except BaseException as error:  # noqa: BLE001 - the top frame of a thread: close() raises it
                 if not isinstance(error, CheckpointError):
                     error = CheckpointError(f"{type(error).__name__}: {error}")
-                self._report(error)
+                _LOG.error("the upload to %s failed: %s", self._urls[1], error)
+                note_failure()
                 self._upload_error = error
                 return
-
-    def _report(self, error: CheckpointError) -> None:
-        _LOG.error("the upload to %s failed: %s", self._urls[1], error)
-        note_failure()
 
     def _next_upload(self) -> Saved | None:
         """Return the newest step that is to be uploaded and can be; it is not removed here until it is."""
         here, there = self._saved(0), self._saved(1)
-        kept = kept_steps([*{one.step: one for one in (*there, *here)}.values()], self._config)
+        # What is damaged is no reason for another to stay behind.
+        whole = [one for one in here if one not in self._damaged]
+        kept = kept_steps([*{one.step: one for one in (*there, *whole)}.values()], self._config)
         uploaded = {one.step: one for one in there}
         # Older ones are about to go.
-        newest = sorted(here, key=committed_at)[-self._config.ckpt_local_keep :]
-        missing = [
-            one
-            for one in newest
-            if one not in self._damaged and one.step in kept and _is_newer(one, uploaded.get(one.step))
-        ]
+        newest = sorted(whole, key=committed_at)[-self._config.ckpt_local_keep :]
+        missing = [one for one in newest if one.step in kept and _is_newer(one, uploaded.get(one.step))]
         with self._lock:
-            left = [one for one in missing if one.step not in self._going]
+            left = [
+                one for one in missing if one.step not in self._going and self._known[0].get(one.step) is one
+            ]
             # What was committed last comes first.
             found = left[-1] if left else None
             self._uploading = found.step if found else None
         if found is None:
-            self._upload_error = self._damaged.get(newest[-1]) if newest else None
+            text = self._damaged.get(max(here, key=committed_at)) if here else None
+            self._upload_error = None if text is None else IntegrityError(text)
+            if text is not None:
+                note_failure()
         return found
 
     def _upload(self, saved: Saved) -> None:
@@ -432,12 +438,15 @@ class Archive:
             mirror(self.open(step, 0), self.open(step, 1), stop=self._stop, timeout_s=self._timeout_s)
             if self._stop.is_set():
                 return
-        except IntegrityError as error:
-            # Others can still be uploaded.
-            self._report(error)
+        except (IntegrityError, WriteError) as error:
+            if not self._is_damage(error, saved):
+                raise
+            # As text: an error holds frames, and they what was read.
+            text = str(error)
             with self._lock:
-                self._damaged[saved] = error
-                self._has_news_of_damage |= (saved.time_s or 0.0) >= self._asked_s
+                self._damaged[saved] = text
+                self._has_news_of_damage |= saved in self._own
+            _LOG.error("the upload to %s failed: %s", self._urls[1], text)
             return
         finally:
             with self._lock:
@@ -453,6 +462,14 @@ class Archive:
         if self._config.has_retention:
             self._retain(1)
 
+    def _is_damage(self, error: IntegrityError | WriteError, saved: Saved) -> bool:
+        """Say whether an upload failed for what lies here, and not because its step is saved again."""
+        if isinstance(error, WriteError):
+            # The medium cannot be read.
+            folder = self.path(saved.step)
+            return error.errno == errno.EIO and (error.path or "").startswith(f"{folder}/")
+        return self._known[0].get(saved.step) is saved and saved.step not in self._under_way()
+
     def _trim(self) -> None:
         """Remove the oldest local checkpoints, so that no more stay than are to."""
         try:
@@ -462,8 +479,12 @@ class Archive:
             return
         # A run that went back has saved lower steps last.
         ordered = sorted(saved.values(), key=committed_at)
+        whole = [one for one in ordered if one not in self._damaged]
+        stay = {*ordered[-self._config.ckpt_local_keep :], *whole[-self._config.ckpt_local_keep :]}
         newest = max(saved, default=None)
-        for one in ordered[: -self._config.ckpt_local_keep]:
+        for one in ordered:
+            if one in stay:
+                continue
             step = one.step
             with self._lock:
                 if step in (self._uploading, newest) or step in self._going:

@@ -154,8 +154,6 @@ class Checkpointer:
                     f"{self._storage.url!r}; local file systems and s3:// (with botocore or s3fs) can"
                 )
             self._increments = Increments(self._archive.open)
-        self._has_restored = False
-        """Since the last save began: what it has found damaged is not shared with the next one."""
         self._wrappers: dict[int, PerRank] = {}
         self._rng = PerRank(RngState()) if self._config.load_rng else None
         self._turns: list[tuple[SaveHandle, str]] = []
@@ -495,7 +493,9 @@ class Checkpointer:
             CheckpointError: There is no such step, or it cannot be read.
         """
         self._let_change()
-        self._has_restored = True
+        if self._increments is not None:
+            # What it finds damaged, the next save would share.
+            self._increments.doubt()
         if self._rng is None:
             return self._restorer.restore(state, step)
         self._check_names(state)
@@ -787,11 +787,10 @@ class Checkpointer:
             return claimed.explain(storage, failure)
         self._let_go(attempt)
         if self._increments is not None:
-            if isinstance(written, Increment):
-                self._increments.commit(handle.step, written)
-                handle.written_bytes = written.written_bytes
-            else:
-                self._increments.forget()
+            increment = written if isinstance(written, Increment) else None
+            self._increments.commit(handle.step, increment)
+            if increment is not None:
+                handle.written_bytes = increment.written_bytes
         self._complete(handle, claimed.save_id)
         return None
 
@@ -857,28 +856,27 @@ class Checkpointer:
             raise error from failure
         if self._increments is not None:
             # Nothing was held of which digests could be taken.
-            self._increments.forget()
+            self._increments.commit(handle.step, None)
         return claimed.save_id
 
     def _claim(self, storage: Storage, meeting: Meeting) -> Claim:
         """Claim the directory, or wait until the first rank has: before that, no rank writes there."""
-        writes_all, self._has_restored = self._has_restored, False
+        increments = self._increments
         with observe.span("directory.claimed", rank=self._rank, path=storage.url):
             if self._is_first:
                 storage.prepare()
                 claimed = claim(storage, uuid.uuid4().hex, exclusive=exclusive_of(self._engine.format))
-                writes_all |= self._archive.finds_damage()
-                if not self._is_alone:
-                    facts = {"all": True} if writes_all else {}
-                    meeting.say("writing", save_id=claimed.save_id, facts=facts)
+                if increments is not None and self._archive.take_news_of_damage():
+                    increments.doubt()
             else:
                 # Nobody asks for it; it tells how far this rank has got.
                 meeting.say("writing")
                 claimed = Claim(meeting.await_claim(), None, ())
-                writes_all |= bool(meeting.outcome.facts.get("all"))
-        if writes_all and self._increments is not None:
-            # What shares files with a damaged checkpoint is damaged.
-            self._increments.forget()
+                if increments is not None and meeting.outcome.facts.get("all"):
+                    increments.doubt()
+        writes_all = increments is not None and increments.begin()
+        if self._is_first and not self._is_alone:
+            meeting.say("writing", save_id=claimed.save_id, facts={"all": True} if writes_all else {})
         return claimed
 
     def _check_of(self, claimed: Claim, storage: Storage) -> Callable[[], None] | None:

@@ -12,8 +12,10 @@ Invariants:
     * A checkpoint holds all its files; that an earlier one is removed does not matter to it.
     * A file is never taken for another: names are unique for each save, and links have those of the new one.
     * A file of which less than half is still of use is not carried on: its items are written again.
+    * After a doubt no file of before is carried on, whatever becomes of the saves after it.
 
-Threads: the one that writes. For each item, it holds the interpreter for about a microsecond.
+Threads: the one that writes; any for `Increments.doubt`. For each item, it holds the interpreter for about a
+microsecond.
 """
 
 from __future__ import annotations
@@ -139,13 +141,30 @@ class Increments:
         self._step: int | None = None
         self._places: dict[Key, _Place] = {}
         self._files: dict[str, _File] = {}
+        self._num_doubts = self._num_heard = self._num_settled = 0
+        """Doubts: ever, until this save began, and until the last began that was committed."""
 
-    def commit(self, step: int, increment: Increment) -> None:
-        """Have the next save build on one that was committed."""
-        self._step, self._places, self._files = step, increment.places, increment.known
+    def doubt(self) -> None:
+        """Have saves that begin after this write everything, until one is committed; of any thread."""
+        self._num_doubts += 1
 
-    def forget(self) -> None:
-        """Have the next save write everything."""
+    def begin(self) -> bool:
+        """Note that a save begins; returns whether it writes everything because of a doubt."""
+        self._num_heard = self._num_doubts
+        has_doubts = self._num_heard != self._num_settled
+        if has_doubts:
+            self._forget()
+        return has_doubts
+
+    def commit(self, step: int, increment: Increment | None) -> None:
+        """Have the next save build on one that was committed; or, where it was no increment, on nothing."""
+        self._num_settled = self._num_heard
+        if increment is None:
+            self._forget()
+        else:
+            self._step, self._places, self._files = step, increment.places, increment.known
+
+    def _forget(self) -> None:
         self._step, self._places, self._files = None, {}, {}
 
     def write(

@@ -126,8 +126,8 @@ def mirror(
         Bytes of files that this call has sent.
 
     Raises:
-        CommitError: There is no such checkpoint, another save or copy has claimed the target, or files lie
-            there that readers of the format would take for a part of the checkpoint.
+        CommitError: There is no such checkpoint, another save or copy has claimed the target, its record
+            of that is damaged, or files lie there that readers would take for a part of the checkpoint.
         IntegrityError: What `source` holds is not what was committed; `file` is filled. Nothing is published.
         WriteError: A storage refuses, or nothing gets done for too long.
     """
@@ -326,9 +326,13 @@ def _committed_files(target: Storage, metadata: bytes) -> dict[str, _File] | Non
         return None
 
 
-def _owner(storage: Storage) -> dict[str, Any]:
-    data = storage.read(OWNER)
-    return {} if data is None else unseal(storage, OWNER, data)
+def _owner(target: Storage) -> dict[str, Any]:
+    data = target.read(OWNER)
+    try:
+        return {} if data is None else unseal(target, OWNER, data)
+    except IntegrityError as error:
+        # What is to be copied is not what is damaged.
+        raise CommitError(f"not copied: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -465,13 +469,17 @@ class _Copy:
         """Claim the target, and find out what of it is complete.
 
         Raises:
-            CheckpointError: See `mirror`.
+            CommitError: Another save or copy claims it, or its owner record is damaged.
+            WriteError: It refuses.
         """
         target, original = self._target, self._original
         was_ours = False
-        with contextlib.suppress(IntegrityError):
+        with contextlib.suppress(CommitError):
             was_ours = _owner(target).get("save_id") == original.save_id
-        self._claimed = _claim(target, original.save_id)
+        try:
+            self._claimed = _claim(target, original.save_id)
+        except IntegrityError as error:
+            raise CommitError(f"not copied: {error}") from error
         noted = self._read_progress() if was_ours else None
         self._there = _listed(target, original.files)
         whole = {name for name, file in original.files.items() if self._there.get(name) == file.nbytes}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
-from distckpt import Checkpointer, ConfigError, IntegrityError
+from distckpt import Checkpointer, CheckpointError, ConfigError, IntegrityError
+from distckpt.coordination import StoreCoordinator
+from distckpt.errors import WriteError
 from distckpt.storage import open_storage
 from distckpt.verification import verify
 from faults.checkpoints import wait_until
@@ -168,9 +173,9 @@ def test_the_directory_of_the_last_checkpoint_is_gone_when_it_is_saved_again(tmp
     assert_same(read_with_torch(step_path(tmp_path, 0)), lora(1))
 
 
-def damage(path: Path) -> None:
-    """Change bytes in the middle of the largest file of a checkpoint, for all that share it."""
-    file = max(path.glob("*.distcp*"), key=lambda one: one.stat().st_size)
+def damage(path: Path, file: Path | None = None) -> None:
+    """Change bytes in the middle of a file of a checkpoint, or its largest, for all that share it."""
+    file = file or max(path.glob("*.distcp*"), key=lambda one: one.stat().st_size)
     descriptor = os.open(file, os.O_RDWR)
     os.pwrite(descriptor, b"\x55" * 64, file.stat().st_size // 2 + 300_000)
     os.close(descriptor)
@@ -210,9 +215,9 @@ def save_past_damage(root: str, local: str, *, is_first: bool = True) -> list[in
                 if not is_first:
                     continue
                 if step == 3:
-                    wait_until(lambda: heard.has_failed, 60, "the damage is found")
+                    wait_until(lambda: heard.has_failed, 20, "the damage is found")
                 else:
-                    wait_until(uploaded.exists, 60, f"step {step} is uploaded")
+                    wait_until(uploaded.exists, 20, f"step {step} is uploaded")
                 if step == 2:
                     [path] = Path(local).glob("*/step-00000002")
                     damage(path)
@@ -223,7 +228,7 @@ def save_past_damage(root: str, local: str, *, is_first: bool = True) -> list[in
 
 def save_past_damage_in_ranks(root: str, local: str) -> list[int | None]:
     """Rank function."""
-    return save_past_damage(root, local, is_first=torch.distributed.get_rank() == 0)
+    return save_past_damage(root, local, is_first=distributed.get_rank() == 0)
 
 
 def assert_is_past_damage(root: Path, written: list[int]) -> None:
@@ -253,9 +258,57 @@ def test_what_is_damaged_is_not_shared_after_a_restore(tmp_path: Path) -> None:
         damage(step_path(tmp_path, 1))
         with pytest.raises(IntegrityError):
             checkpointer.restore(empty())
-        checkpointer.save(2, lora(2))
-        checkpointer.save(3, lora(3))
-    for step in (2, 3):
+        # The next one fails before it has written anything.
+        step_path(tmp_path, 2).touch()
+        with pytest.raises(CheckpointError, match="step-00000002"):
+            checkpointer.save(2, lora(2))
+        written = [checkpointer.save(step, lora(step)).written_bytes or 0 for step in (3, 4)]
+    assert [nbytes > 19 << 20 for nbytes in written] == [True, False]
+    for step in (3, 4):
+        assert verify(open_storage(step_path(tmp_path, step))).status == "complete"
+
+
+def test_a_rank_that_did_not_hear_of_damage_hears_of_it_in_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 claims, says that all is to be written, and fails before the other has heard it."""
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    checkpointers = [
+        Checkpointer(
+            tmp_path,
+            participants=StoreCoordinator(store, rank, [0, 1]),
+            ckpt_incremental=True,
+            distributed_timeout_minutes=0.3,
+        )
+        for rank in range(2)
+    ]
+
+    def save(step: int) -> list[int | None]:
+        with ThreadPoolExecutor(2) as pool:
+            handles = [pool.submit(one.save, step, lora(step)) for one in checkpointers]
+        return [handle.result().written_bytes for handle in handles]
+
+    for step in range(2):
+        save(step)
+    file = max(step_path(tmp_path, 1).glob("__1_*"), key=lambda one: one.stat().st_size)
+    damage(file.parent, file)
+    increments = checkpointers[0]._increments
+    assert increments is not None
+    increments.doubt()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise WriteError("no space [ENOSPC]", errno=errno.ENOSPC)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(increments, "write", fail)
+        for one in checkpointers:
+            with pytest.raises(CheckpointError, match="ENOSPC"):
+                one.save(2, lora(2))
+    assert all(nbytes and nbytes > 9 << 20 for nbytes in save(3))
+    save(4)
+    for one in checkpointers:
+        one.close()
+    for step in (3, 4):
         assert verify(open_storage(step_path(tmp_path, step))).status == "complete"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,10 @@ import pytest
 import torch
 
 from distckpt import Checkpointer, CheckpointError, ConfigError, IntegrityError
+from distckpt.archive import Archive
 from distckpt.storage import open_storage
 from distckpt.verification import verify
+from faults.checkpoints import wait_until
 from integration.checkpoints import assert_same, read_with_torch
 from integration.ranks.world import Ranks
 from integration.test_checkpointer_ranks import Outcome, outcome_of, step_path
@@ -185,11 +190,19 @@ def test_a_step_that_is_saved_anew_is_uploaded_anew(tmp_path: Path) -> None:
         assert_same(found, state_of(203))
 
 
+@pytest.mark.parametrize("how", ["changed", "unreadable"])
+@pytest.mark.parametrize("keep_last", [None, 1])
 def test_damage_keeps_no_other_checkpoint_from_the_root(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    keep_last: int | None,
 ) -> None:
     root = tmp_path / "root"
-    settings: dict[str, Any] = {"ckpt_local_dir": str(tmp_path / "local"), "ckpt_local_keep": 4}
+    settings: dict[str, Any] = {
+        "ckpt_local_dir": str(tmp_path / "local"), "ckpt_local_keep": 4, "keep_last": keep_last,
+    }  # fmt: skip
     root.touch()
     checkpointer = Checkpointer(root, **settings)
     for step in range(3):
@@ -199,18 +212,56 @@ def test_damage_keeps_no_other_checkpoint_from_the_root(
     root.unlink()
     [newest] = tmp_path.glob("local/*/step-00000002")
     file = max(newest.glob("*.distcp*"), key=lambda one: one.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    if how == "changed":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        # A bad sector: no file system here has one.
+        preadv = os.preadv
+
+        def read(descriptor: int, *args: Any) -> int:
+            if os.readlink(f"/proc/self/fd/{descriptor}") == str(file):
+                raise OSError(errno.EIO, "Input/output error")
+            return preadv(descriptor, *args)
+
+        monkeypatch.setattr(os, "preadv", read)
     caplog.clear()
     checkpointer = Checkpointer(root, **settings)
-    with pytest.raises(IntegrityError, match="damaged"):
+    with pytest.raises(IntegrityError, match=file.name):
         checkpointer.close()
     assert caplog.text.count("the upload to") == 1
-    assert [(step_path(root, step) / ".metadata").exists() for step in range(3)] == [True, True, False]
+    uploaded = [(step_path(root, step) / ".metadata").exists() for step in range(3)]
+    assert uploaded == [keep_last is None, True, False]
     with Checkpointer(root, **settings) as checkpointer:
         checkpointer.save(3, state_of(3))
     assert_same(read_with_torch(step_path(root, 3)), state_of(3))
+
+
+def test_a_step_that_was_removed_meanwhile_is_not_uploaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root is listed so slowly that a later save has removed what was to be uploaded."""
+    root, local = tmp_path / "root", tmp_path / "local"
+    listing, goes_on = threading.Event(), threading.Event()
+    saved = Archive._saved
+
+    def slowly(archive: Archive, tier: int) -> Any:
+        if tier == 1 and not listing.is_set() and "upload" in threading.current_thread().name:
+            listing.set()
+            assert goes_on.wait(20)
+        return saved(archive, tier)
+
+    with Checkpointer(root, ckpt_local_dir=str(local), ckpt_local_keep=1) as checkpointer:
+        checkpointer._archive._uploader and checkpointer._archive._uploader.submit(int).result()
+        monkeypatch.setattr(Archive, "_saved", slowly)
+        checkpointer.save(1, state_of(1))
+        assert listing.wait(20)
+        checkpointer.save(2, state_of(2))
+        wait_until(lambda: not list(local.glob("*/step-00000001")), 20, "step 1 is removed")
+        goes_on.set()
+    assert "the upload to" not in caplog.text
+    assert_same(read_with_torch(step_path(root, 2)), state_of(2))
 
 
 def test_the_local_directory_is_bounded_while_the_root_is_away(tmp_path: Path) -> None:
