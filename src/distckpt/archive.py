@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint, writer_may_live
-from distckpt.errors import CheckpointError, IntegrityError, WriteError
+from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
 from distckpt.exitstatus import note_failure
 from distckpt.manifest import METADATA
 from distckpt.mirror import mirror
@@ -46,6 +46,7 @@ __all__ = ["Archive", "Copy"]
 _LOG = logging.getLogger(__name__)
 _PREFIX = "step-"
 _STEP_DIGITS = 8
+_BAD_MEDIUM = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA})
 _IDLE_TIMEOUTS = 2.0
 """A save in whose directory nothing has changed for so many deadlines is over."""
 
@@ -114,6 +115,8 @@ class Archive:
         self._damaged: dict[Saved, str] = {}
         """Local checkpoints that cannot be uploaded, and why."""
         self._has_news_of_damage = False
+        self._sent: set[Saved] = set()
+        """Local checkpoints that were uploaded: retention may have removed them from the root since."""
         self._own: set[Saved] = set()
         """Local checkpoints that were committed here since there was news of damage."""
         self._over: set[str] = set()
@@ -191,9 +194,18 @@ class Archive:
     def _places(self, step: int) -> list[Copy]:
         places = [Copy(step, tier) for tier in range(len(self._urls)) if self.is_complete(step, tier)]
         if len(places) > 1:
-            times = {place: self._details(place).time_s or 0.0 for place in places}
+            times = {place: self._time_s(place) for place in places}
             places.sort(key=lambda place: (-times[place], place.tier))
         return places
+
+    def _time_s(self, place: Copy) -> float:
+        try:
+            return self._details(place).time_s or 0.0
+        except WriteError as error:
+            if place.tier or not self._is_of_medium(error, place.step):
+                raise
+            # The other place is the better one.
+            return 0.0
 
     def _details(self, place: Copy) -> Saved:
         details = details_of(self.open(*place)) or {}
@@ -349,22 +361,32 @@ class Archive:
                 self._remove(one, tier)
 
     def _saved(self, tier: int) -> list[Saved]:
-        """Return the committed checkpoints of a tier, with what retention goes by."""
+        """Return the committed checkpoints of a tier, with what retention goes by.
+
+        Raises:
+            WriteError: The storage refuses; not where one local checkpoint cannot be read.
+        """
         known = self._known[tier]
+        before = set(known)
         steps = self._directories(tier)
         for step in steps:
             if step in known or step in self._empty[tier]:
                 continue
-            if not self.is_complete(step, tier):
-                with self._lock:
-                    if step not in known:
-                        self._empty[tier].add(step)
-                continue
-            details = self._details(Copy(step, tier))
+            try:
+                is_complete = self.is_complete(step, tier)
+                details = self._details(Copy(step, tier)) if is_complete else None
+            except WriteError as error:
+                if tier or not self._is_of_medium(error, step):
+                    raise
+                details = Saved(step)
+                self._note_damage(details, str(error))
             with self._lock:
-                # It may have been saved again meanwhile.
-                known.setdefault(step, details)
-        for gone in set(known) - set(steps):
+                if details is not None:
+                    # It may have been saved again meanwhile.
+                    known.setdefault(step, details)
+                elif step not in known:
+                    self._empty[tier].add(step)
+        for gone in before - set(steps):
             known.pop(gone, None)
         return list(known.values())
 
@@ -384,6 +406,7 @@ class Archive:
                 if tier == 0:
                     with self._lock:
                         self._own.discard(one)
+                        self._sent.discard(one)
                         self._damaged.pop(one, None)
                 _LOG.info("removed %s", self.path(step, tier))
         except CheckpointError as error:
@@ -415,9 +438,13 @@ class Archive:
         whole = [one for one in here if one not in self._damaged]
         kept = kept_steps([*{one.step: one for one in (*there, *whole)}.values()], self._config)
         uploaded = {one.step: one for one in there}
-        # Older ones are about to go.
-        newest = sorted(whole, key=committed_at)[-self._config.ckpt_local_keep :]
-        missing = [one for one in newest if one.step in kept and _is_newer(one, uploaded.get(one.step))]
+        # Older ones are about to go. Without a time, a record is damaged: it is soon known.
+        newest = sorted(whole, key=lambda one: (one.time_s is None, *committed_at(one)))
+        missing = [
+            one
+            for one in newest[-self._config.ckpt_local_keep :]
+            if one.step in kept and one not in self._sent and _is_newer(one, uploaded.get(one.step))
+        ]
         with self._lock:
             left = [
                 one for one in missing if one.step not in self._going and self._known[0].get(one.step) is one
@@ -426,9 +453,10 @@ class Archive:
             found = left[-1] if left else None
             self._uploading = found.step if found else None
         if found is None:
-            text = self._damaged.get(max(here, key=committed_at)) if here else None
-            self._upload_error = None if text is None else IntegrityError(text)
-            if text is not None:
+            last = [max(here, key=committed_at), max(here, key=lambda one: one.step)] if here else []
+            texts = [self._damaged[one] for one in last if one in self._damaged and one.step not in uploaded]
+            self._upload_error = IntegrityError(texts[0]) if texts else None
+            if texts:
                 note_failure()
         return found
 
@@ -438,15 +466,14 @@ class Archive:
             mirror(self.open(step, 0), self.open(step, 1), stop=self._stop, timeout_s=self._timeout_s)
             if self._stop.is_set():
                 return
-        except (IntegrityError, WriteError) as error:
+        except (CommitError, IntegrityError, WriteError) as error:
+            if isinstance(error, IntegrityError) and error.item is not None:
+                # Bytes that have changed: those of other steps that share them, even if it is saved again.
+                with self._lock:
+                    self._has_news_of_damage |= saved in self._own
             if not self._is_damage(error, saved):
                 raise
-            # As text: an error holds frames, and they what was read.
-            text = str(error)
-            with self._lock:
-                self._damaged[saved] = text
-                self._has_news_of_damage |= saved in self._own
-            _LOG.error("the upload to %s failed: %s", self._urls[1], text)
+            self._note_damage(saved, str(error))
             return
         finally:
             with self._lock:
@@ -455,6 +482,7 @@ class Archive:
         with self._lock:
             self._known[1][step] = saved
             self._empty[1].discard(step)
+            self._sent.add(saved)
         self._upload_error = None
         self._point_to(step, 1)
         _LOG.info("uploaded %s", self.path(step, 1))
@@ -462,13 +490,27 @@ class Archive:
         if self._config.has_retention:
             self._retain(1)
 
-    def _is_damage(self, error: IntegrityError | WriteError, saved: Saved) -> bool:
+    def _is_damage(self, error: CheckpointError, saved: Saved) -> bool:
         """Say whether an upload failed for what lies here, and not because its step is saved again."""
+        step = saved.step
         if isinstance(error, WriteError):
-            # The medium cannot be read.
-            folder = self.path(saved.step)
-            return error.errno == errno.EIO and (error.path or "").startswith(f"{folder}/")
-        return self._known[0].get(saved.step) is saved and saved.step not in self._under_way()
+            return self._is_of_medium(error, step)
+        if self._known[0].get(step) is not saved or step in self._under_way():
+            return False
+        # Else the root refuses.
+        return isinstance(error, IntegrityError) or details_of(self.open(step)) is None
+
+    def _is_of_medium(self, error: WriteError, step: int) -> bool:
+        """Say whether a local checkpoint cannot be read where it lies."""
+        folder = self.path(step)
+        return error.errno in _BAD_MEDIUM and f"{error.path}/".startswith(f"{folder}/")
+
+    def _note_damage(self, saved: Saved, text: str) -> None:
+        """Leave a local checkpoint alone from now on; as text, for an error holds frames, and they states."""
+        with self._lock:
+            self._damaged[saved] = text
+            self._has_news_of_damage |= saved in self._own
+        _LOG.error("not uploaded to %s: %s", self._urls[1], text)
 
     def _trim(self) -> None:
         """Remove the oldest local checkpoints, so that no more stay than are to."""

@@ -123,10 +123,9 @@ class Claim:
         if isinstance(error, WriteError) and error.errno in {errno.ENOENT, errno.EEXIST}:
             try:
                 self.check(storage)
-            except CommitError as overtaken:
-                return overtaken
-            except CheckpointError:
-                pass
+            except CheckpointError as found:
+                if getattr(found, "is_overtaken", False):
+                    return found
         return error
 
     def check(self, storage: Storage) -> None:

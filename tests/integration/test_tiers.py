@@ -18,6 +18,7 @@ import torch
 
 from distckpt import Checkpointer, CheckpointError, ConfigError, IntegrityError
 from distckpt.archive import Archive
+from distckpt.retention import Saved
 from distckpt.storage import open_storage
 from distckpt.verification import verify
 from faults.checkpoints import wait_until
@@ -190,7 +191,32 @@ def test_a_step_that_is_saved_anew_is_uploaded_anew(tmp_path: Path) -> None:
         assert_same(found, state_of(203))
 
 
-@pytest.mark.parametrize("how", ["changed", "unreadable"])
+def save_without_root(root: Path, settings: dict[str, Any], steps: int = 3) -> None:
+    """Leave some local checkpoints that are to be uploaded."""
+    root.touch()
+    checkpointer = Checkpointer(root, **settings)
+    for step in range(steps):
+        checkpointer.save(step, state_of(step))
+    with pytest.raises(CheckpointError, match="root"):
+        checkpointer.close()
+    root.unlink()
+
+
+def make_unreadable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have reads of a file fail as those of a bad sector do: no file system here has one."""
+    preadv = os.preadv
+
+    def read(descriptor: int, *args: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(file):
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(descriptor, *args)
+
+    monkeypatch.setattr(os, "preadv", read)
+
+
+@pytest.mark.parametrize(
+    "how", ["changed", "unreadable", "record changed", "record unreadable", "metadata gone"]
+)
 @pytest.mark.parametrize("keep_last", [None, 1])
 def test_damage_keeps_no_other_checkpoint_from_the_root(
     tmp_path: Path,
@@ -203,39 +229,90 @@ def test_damage_keeps_no_other_checkpoint_from_the_root(
     settings: dict[str, Any] = {
         "ckpt_local_dir": str(tmp_path / "local"), "ckpt_local_keep": 4, "keep_last": keep_last,
     }  # fmt: skip
-    root.touch()
-    checkpointer = Checkpointer(root, **settings)
-    for step in range(3):
-        checkpointer.save(step, state_of(step))
-    with pytest.raises(CheckpointError, match="root"):
-        checkpointer.close()
-    root.unlink()
+    save_without_root(root, settings)
     [newest] = tmp_path.glob("local/*/step-00000002")
-    file = max(newest.glob("*.distcp*"), key=lambda one: one.stat().st_size)
-    if how == "changed":
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
+    if "record" in how:
+        [file] = newest.glob(".distckpt/commit-*")
     else:
-        # A bad sector: no file system here has one.
-        preadv = os.preadv
-
-        def read(descriptor: int, *args: Any) -> int:
-            if os.readlink(f"/proc/self/fd/{descriptor}") == str(file):
-                raise OSError(errno.EIO, "Input/output error")
-            return preadv(descriptor, *args)
-
-        monkeypatch.setattr(os, "preadv", read)
+        file = max(newest.glob("*.distcp*"), key=lambda one: one.stat().st_size)
+    if "changed" in how:
+        data = bytearray(file.read_bytes())
+        data[0 if "record" in how else len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif "unreadable" in how:
+        make_unreadable(file, monkeypatch)
+    else:
+        (newest / ".metadata").unlink()
     caplog.clear()
     checkpointer = Checkpointer(root, **settings)
-    with pytest.raises(IntegrityError, match=file.name):
+    if how == "metadata gone":
+        # A removal that was cut short looks so.
         checkpointer.close()
-    assert caplog.text.count("the upload to") == 1
+    else:
+        with pytest.raises(IntegrityError, match="step-00000002"):
+            checkpointer.close()
+        assert caplog.text.count("not uploaded to") == 1
     uploaded = [(step_path(root, step) / ".metadata").exists() for step in range(3)]
     assert uploaded == [keep_last is None, True, False]
     with Checkpointer(root, **settings) as checkpointer:
         checkpointer.save(3, state_of(3))
     assert_same(read_with_torch(step_path(root, 3)), state_of(3))
+
+
+def test_the_local_directory_is_bounded_beside_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, local = tmp_path / "root", tmp_path / "local"
+    settings: dict[str, Any] = {"ckpt_local_dir": str(local), "ckpt_local_keep": 2}
+    with Checkpointer(root, **settings) as checkpointer:
+        for step in range(2):
+            checkpointer.save(step, state_of(step))
+    [record] = local.glob("*/step-00000000/.distckpt/commit-*")
+    make_unreadable(record, monkeypatch)
+    with Checkpointer(root, **settings) as checkpointer:
+        for step in range(2, 8):
+            checkpointer.save(step, state_of(step))
+        state = state_of(9)
+        assert checkpointer.restore(state, 0) == 0
+        assert_same(state, state_of(0))
+    assert local_steps(local)[-2:] == ["step-00000006", "step-00000007"]
+    assert len(local_steps(local)) <= 4
+    assert_same(read_with_torch(step_path(root, 7)), state_of(7))
+
+
+def test_what_retention_removes_at_the_root_is_not_uploaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that went back saves a step again, with another metric than the root has of it."""
+    root = tmp_path / "root"
+    settings: dict[str, Any] = {
+        "ckpt_local_dir": str(tmp_path / "local"), "ckpt_local_keep": 3,
+        "keep_last": 1, "keep_best": 1, "keep_best_mode": "max", "log_level": "error",
+    }  # fmt: skip
+    with Checkpointer(root, **settings) as checkpointer:
+        checkpointer.save(50, state_of(1), metric=9.0)
+    root.rename(tmp_path / "away")
+    root.touch()
+    checkpointer = Checkpointer(root, **settings)
+    for step, metric in ((50, 1.0), (51, 5.0), (52, 4.0)):
+        checkpointer.save(step, state_of(step), metric=metric)
+    with pytest.raises(CheckpointError):
+        checkpointer.close()
+    root.unlink()
+    (tmp_path / "away").rename(root)
+    uploads: list[int] = []
+    upload = Archive._upload
+
+    def counted(archive: Archive, saved: Saved) -> None:
+        uploads.append(saved.step)
+        if len(uploads) > 9:
+            archive.stop()
+        upload(archive, saved)
+
+    monkeypatch.setattr(Archive, "_upload", counted)
+    Checkpointer(root, **settings).close()
+    assert len(uploads) == len(set(uploads))
+    assert uploads[0] == 52
 
 
 def test_a_step_that_was_removed_meanwhile_is_not_uploaded(
@@ -253,14 +330,17 @@ def test_a_step_that_was_removed_meanwhile_is_not_uploaded(
         return saved(archive, tier)
 
     with Checkpointer(root, ckpt_local_dir=str(local), ckpt_local_keep=1) as checkpointer:
-        checkpointer._archive._uploader and checkpointer._archive._uploader.submit(int).result()
+        uploader = checkpointer._archive._uploader
+        assert uploader is not None
+        # What a process before this one has left is looked for by now.
+        uploader.submit(int).result(20)
         monkeypatch.setattr(Archive, "_saved", slowly)
         checkpointer.save(1, state_of(1))
         assert listing.wait(20)
         checkpointer.save(2, state_of(2))
         wait_until(lambda: not list(local.glob("*/step-00000001")), 20, "step 1 is removed")
         goes_on.set()
-    assert "the upload to" not in caplog.text
+    assert "upload to" not in caplog.text
     assert_same(read_with_torch(step_path(root, 2)), state_of(2))
 
 
