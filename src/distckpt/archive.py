@@ -438,7 +438,7 @@ class Archive:
         whole = [one for one in here if one not in self._damaged]
         kept = kept_steps([*{one.step: one for one in (*there, *whole)}.values()], self._config)
         uploaded = {one.step: one for one in there}
-        # Older ones are about to go. Without a time, a record is damaged: it is soon known.
+        # Older ones are about to go. What has no time has a damaged record: it comes first, to be said.
         newest = sorted(whole, key=lambda one: (one.time_s is None, *committed_at(one)))
         missing = [
             one
