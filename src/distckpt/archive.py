@@ -192,11 +192,20 @@ class Archive:
         return len(self._urls) > 1
 
     def _places(self, step: int) -> list[Copy]:
-        places = [Copy(step, tier) for tier in range(len(self._urls)) if self.is_complete(step, tier)]
+        places = [Copy(step, tier) for tier in range(len(self._urls)) if self._is_readable(step, tier)]
         if len(places) > 1:
             times = {place: self._time_s(place) for place in places}
             places.sort(key=lambda place: (-times[place], place.tier))
         return places
+
+    def _is_readable(self, step: int, tier: int) -> bool:
+        try:
+            return self.is_complete(step, tier)
+        except WriteError as error:
+            if tier or not self.has_tiers or not self._is_of_medium(error, step):
+                raise
+            _LOG.warning("left out: %s", error)
+            return False
 
     def _time_s(self, place: Copy) -> float:
         try:
@@ -262,12 +271,21 @@ class Archive:
             return
         try:
             steps = self._directories(0)
-            is_anothers = bool(steps) and writer_may_live(self.open(steps[-1]))
+            is_anothers = bool(steps) and self._is_anothers(steps[-1])
         except CheckpointError as error:
             _LOG.warning("what was not uploaded is after the next save: %s", error)
             return
         if not is_anothers:
             self.upload()
+
+    def _is_anothers(self, step: int) -> bool:
+        try:
+            return writer_may_live(self.open(step))
+        except WriteError as error:
+            if not self._is_of_medium(error, step):
+                raise
+            # As one that is damaged tells of nobody.
+            return False
 
     def upload(self) -> None:
         """Begin to upload what the root lacks."""
@@ -438,11 +456,12 @@ class Archive:
         whole = [one for one in here if one not in self._damaged]
         kept = kept_steps([*{one.step: one for one in (*there, *whole)}.values()], self._config)
         uploaded = {one.step: one for one in there}
-        # Older ones are about to go. What has no time has a damaged record: it comes first, to be said.
-        newest = sorted(whole, key=lambda one: (one.time_s is None, *committed_at(one)))
+        timed = sorted((one for one in whole if one.time_s is not None), key=committed_at)
+        # Without a time, a record is damaged: it comes last. Of the others, older ones are about to go.
+        untimed = [one for one in whole if one.time_s is None]
         missing = [
             one
-            for one in newest[-self._config.ckpt_local_keep :]
+            for one in (*untimed, *timed[-self._config.ckpt_local_keep :])
             if one.step in kept and one not in self._sent and _is_newer(one, uploaded.get(one.step))
         ]
         with self._lock:
@@ -454,7 +473,11 @@ class Archive:
             self._uploading = found.step if found else None
         if found is None:
             last = [max(here, key=committed_at), max(here, key=lambda one: one.step)] if here else []
-            texts = [self._damaged[one] for one in last if one in self._damaged and one.step not in uploaded]
+            texts = [
+                self._damaged[one]
+                for one in last
+                if one in self._damaged and _is_newer(one, uploaded.get(one.step))
+            ]
             self._upload_error = IntegrityError(texts[0]) if texts else None
             if texts:
                 note_failure()

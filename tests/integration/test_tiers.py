@@ -19,7 +19,7 @@ import torch
 from distckpt import Checkpointer, CheckpointError, ConfigError, IntegrityError
 from distckpt.archive import Archive
 from distckpt.retention import Saved
-from distckpt.storage import open_storage
+from distckpt.storage import open_storage, posix
 from distckpt.verification import verify
 from faults.checkpoints import wait_until
 from integration.checkpoints import assert_same, read_with_torch
@@ -278,6 +278,70 @@ def test_the_local_directory_is_bounded_beside_what_cannot_be_read(
     assert local_steps(local)[-2:] == ["step-00000006", "step-00000007"]
     assert len(local_steps(local)) <= 4
     assert_same(read_with_torch(step_path(root, 7)), state_of(7))
+
+
+@pytest.mark.parametrize("damaged", [0, 100])
+def test_a_damaged_record_of_what_was_uploaded_keeps_nothing_from_the_root(
+    tmp_path: Path, damaged: int
+) -> None:
+    """Also that of the highest step, which is not removed here, where a run went back."""
+    root, local = tmp_path / "root", tmp_path / "local"
+    settings: dict[str, Any] = {"ckpt_local_dir": str(local), "ckpt_local_keep": 1}
+    with Checkpointer(root, **settings) as checkpointer:
+        checkpointer.save(damaged, state_of(damaged))
+    [record] = local.glob(f"*/step-{damaged:08}/.distckpt/commit-*")
+    record.write_bytes(b"x" + record.read_bytes()[1:])
+    with Checkpointer(root, **settings) as checkpointer:
+        checkpointer.save(1, state_of(1))
+    assert_same(read_with_torch(step_path(root, 1)), state_of(1))
+
+
+def test_damage_to_a_step_that_was_saved_again_is_raised(tmp_path: Path) -> None:
+    """The root has what was saved before."""
+    root, local = tmp_path / "root", tmp_path / "local"
+    settings: dict[str, Any] = {"ckpt_local_dir": str(local), "ckpt_local_keep": 3}
+    with Checkpointer(root, **settings) as checkpointer:
+        checkpointer.save(0, state_of(0))
+    root.rename(tmp_path / "away")
+    save_without_root(root, settings, 1)
+    (tmp_path / "away").rename(root)
+    file = max(local.glob("*/step-00000000/*.distcp*"), key=lambda one: one.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    checkpointer = Checkpointer(root, **settings)
+    with pytest.raises(IntegrityError, match="damaged"):
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("name", [".metadata", ".distckpt/owner"])
+def test_what_cannot_be_opened_here_is_taken_from_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    root, local = tmp_path / "root", tmp_path / "local"
+    settings: dict[str, Any] = {"ckpt_local_dir": str(local), "ckpt_local_keep": 4}
+    with Checkpointer(root, **settings) as checkpointer:
+        checkpointer.save(0, state_of(0))
+    root.rename(tmp_path / "away")
+    save_without_root(root, settings, 2)
+    root.mkdir()
+    for path in (tmp_path / "away").iterdir():
+        path.rename(root / path.name)
+    [bad] = local.glob(f"*/step-{'00000000' if name == '.metadata' else '00000001'}/{name}")
+    open_to_read = posix._open_to_read
+
+    def refuse(path: str, flags: int) -> int:
+        if path == str(bad):
+            raise OSError(errno.EIO, "Input/output error")
+        return open_to_read(path, flags)
+
+    monkeypatch.setattr(posix, "_open_to_read", refuse)
+    state = state_of(9)
+    with Checkpointer(root, **settings) as checkpointer:
+        assert checkpointer.restore(state, 0) == 0
+        assert checkpointer.latest() == 1
+    assert_same(state, state_of(0))
+    assert_same(read_with_torch(step_path(root, 1)), state_of(1))
 
 
 def test_what_retention_removes_at_the_root_is_not_uploaded_again(
