@@ -126,6 +126,7 @@ def _rows(*, smoke: bool) -> list[str]:
         *raw,
         f"save botocore {_THREADS}",
         *(f"save distckpt {count}" for count in lanes),
+        *([] if smoke else ["save distckpt 2 x 2", "save distckpt 4 x 2", "save distckpt 4 x 1"]),
         "save distckpt 1 by s3fs",
         "save distckpt 1 by obstore",
         f"save FsspecWriter {_PEER_THREADS}",
@@ -392,13 +393,15 @@ class _BotocoreSave(_Botocore):
 
 
 class _DistckptSave(_Client):
-    """`dcp.save`, with as many lanes as the row says, and `s3_client` where it names one."""
+    """`dcp.save`, with as many lanes as the row says, and the `s3_client` or parts at once that it names."""
 
     def __init__(self, described: dict[str, Any]) -> None:
         super().__init__(described)
         options = dict(self.options)
         if self.words[3:4] == ["by"]:
             options["s3_client"] = self.words[4]
+        elif self.words[3:4] == ["x"]:
+            options["max_concurrency"] = int(self.words[4])
         self._state = tensors(self.folder / "state", self.nbytes)
         self._writer = StorageWriter(dist_ckpt_workers=int(self.words[2]), storage_options=options)
 
@@ -635,7 +638,7 @@ def _report(outcome: Outcome, server: str, nbytes: int, requests: dict[str, int]
 
     raw = named("save obstore", "save botocore")
     ours = named(*(f"save distckpt {count}" for count in (1, 2, 4)))
-    default = [name for name in ours if " by " not in name]
+    default = [name for name in ours if " by " not in name and " x " not in name]
     for name in sorted(ours, key=list(samples).index):
         bar = ">= 0.9" if name == default[0] else ""
         ratio = seconds(raw[0]) / seconds(name)
