@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from distckpt import Checkpointer, CheckpointError, ConfigError, IntegrityError
+from distckpt import Checkpointer, CheckpointError, ConfigError, IntegrityError, mirror
 from distckpt.archive import Archive
 from distckpt.retention import Saved
 from distckpt.storage import open_storage, posix
@@ -202,6 +202,13 @@ def save_without_root(root: Path, settings: dict[str, Any], steps: int = 3) -> N
     root.unlink()
 
 
+def flip(file: Path, at: int) -> None:
+    """Change one bit."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
 def make_unreadable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have reads of a file fail as those of a bad sector do: no file system here has one."""
     preadv = os.preadv
@@ -236,9 +243,7 @@ def test_damage_keeps_no_other_checkpoint_from_the_root(
     else:
         file = max(newest.glob("*.distcp*"), key=lambda one: one.stat().st_size)
     if "changed" in how:
-        data = bytearray(file.read_bytes())
-        data[0 if "record" in how else len(data) // 2] ^= 1
-        file.write_bytes(data)
+        flip(file, 0 if "record" in how else file.stat().st_size // 2)
     elif "unreadable" in how:
         make_unreadable(file, monkeypatch)
     else:
@@ -290,7 +295,7 @@ def test_a_damaged_record_of_what_was_uploaded_keeps_nothing_from_the_root(
     with Checkpointer(root, **settings) as checkpointer:
         checkpointer.save(damaged, state_of(damaged))
     [record] = local.glob(f"*/step-{damaged:08}/.distckpt/commit-*")
-    record.write_bytes(b"x" + record.read_bytes()[1:])
+    flip(record, 0)
     with Checkpointer(root, **settings) as checkpointer:
         checkpointer.save(1, state_of(1))
     assert_same(read_with_torch(step_path(root, 1)), state_of(1))
@@ -306,12 +311,32 @@ def test_damage_to_a_step_that_was_saved_again_is_raised(tmp_path: Path) -> None
     save_without_root(root, settings, 1)
     (tmp_path / "away").rename(root)
     file = max(local.glob("*/step-00000000/*.distcp*"), key=lambda one: one.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip(file, file.stat().st_size // 2)
     checkpointer = Checkpointer(root, **settings)
     with pytest.raises(IntegrityError, match="damaged"):
         checkpointer.close()
+
+
+def test_a_damaged_record_at_the_root_is_no_damage_here(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who owns the copy cannot be told while it is made; the next upload claims it anew."""
+    root = tmp_path / "root"
+    clear = mirror._Copy._clear
+
+    def damaging(copy: mirror._Copy, *args: Any) -> None:
+        monkeypatch.setattr(mirror._Copy, "_clear", clear)
+        flip(step_path(root, 0) / ".distckpt" / "owner", 0)
+        clear(copy, *args)
+
+    monkeypatch.setattr(mirror._Copy, "_clear", damaging)
+    with Checkpointer(root, ckpt_local_dir=str(tmp_path / "local"), ckpt_local_keep=4) as checkpointer:
+        checkpointer.save(0, state_of(0))
+        wait_until(lambda: "upload to" in caplog.text, 20, "the upload fails")
+        assert "not copied" in caplog.text
+        checkpointer.save(1, state_of(1))
+    for step in range(2):
+        assert_same(read_with_torch(step_path(root, step)), state_of(step))
 
 
 @pytest.mark.parametrize("name", [".metadata", ".distckpt/owner"])
