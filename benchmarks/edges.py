@@ -17,8 +17,10 @@ WINDOWS = ((0.0, 0.03), (0.03, 0.08), (0.08, 0.2), (0.2, 0.5))
 """Seconds after the step in which a save is asked for, of which the call alone counts.
 
 What comes after the last is measured where saves end."""
+ENDS = {"writing": (0.3, 0.1), "end": (0.1, 0.0)}
+"""Seconds before a save has ended: while its last parts are written, and while it is published, once."""
 BESIDE_S = 0.1
-"""Of the steps before a save, and around its end."""
+"""Of the steps before a save, and after it."""
 _DRAWS = 2000
 
 
@@ -63,7 +65,11 @@ class Edges:
             for low_s, high_s in WINDOWS:
                 if since_s + high_s <= until_s:
                     compare(window_name(low_s, high_s), mean_in(since_s + low_s, since_s + high_s), before)
-            compare("end", mean_in(until_s - BESIDE_S, until_s), mean_in(until_s, until_s + BESIDE_S))
+            after = mean_in(until_s, until_s + BESIDE_S)
+            for name, (first_s, last_s) in ENDS.items():
+                # One that has no other window has but its end.
+                if name == "end" or since_s <= until_s - first_s:
+                    compare(name, mean_in(until_s - first_s, until_s - last_s), after)
         return found
 
     def seconds(self) -> list[float]:
@@ -85,22 +91,21 @@ def interval(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def lost(changes: dict[str, list[float]], save_s: float, call_s: float) -> float:
-    """Return the share of a save's time that its steps lose: the call, the windows, and the rest by its end.
+    """Return the share of a save's time that its steps lose: the call, the windows, and the rest.
+
+    The rest is taken to lose what steps lose while the last parts are written.
 
     Args:
         changes: From `Edges.changes`.
         save_s: Seconds of a save after the call.
         call_s: Seconds of the call.
     """
-    lost_s, measured_s = call_s, 0.0
-    for low_s, high_s in WINDOWS:
-        samples = changes.get(window_name(low_s, high_s))
-        if samples:
-            # What a slowed step takes more, of the time that it took.
-            change = median(samples)
-            lost_s += (high_s - low_s) * change / (1 + change)
-            measured_s += high_s - low_s
-    if "end" in changes:
-        change = median(changes["end"])
-        lost_s += max(0.0, save_s - measured_s) * change / (1 + change)
+    widths = {window_name(low_s, high_s): high_s - low_s for low_s, high_s in WINDOWS}
+    widths["end"] = BESIDE_S
+    # What a slowed step takes more, of the time that it took.
+    shares = {name: median(samples) / (1 + median(samples)) for name, samples in changes.items() if samples}
+    known = {name: width for name, width in widths.items() if name in shares}
+    lost_s = call_s + sum(width * shares[name] for name, width in known.items())
+    rest = shares.get("writing", shares.get("end", 0.0))
+    lost_s += max(0.0, save_s - sum(known.values())) * rest
     return lost_s / (save_s + call_s)
