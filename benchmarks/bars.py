@@ -22,6 +22,7 @@ from machine import GIB, default_disk, tmpfs_for
 from peers import State, remove
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from distckpt import Checkpointer
 
@@ -342,7 +343,11 @@ def some_of(state: Mapping[str, torch.Tensor], count: int = 5) -> dict[str, torc
     """Return copies of a few tensors in host memory, the first and the last among them."""
     names = list(state)
     chosen = {names[index * (len(names) - 1) // max(1, count - 1)] for index in range(count)}
-    return {name: state[name].detach().cpu().clone() for name in names if name in chosen}
+    return {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+        for name, tensor in state.items()
+        if name in chosen
+    }
 
 
 def holds(path: Path, expected: Mapping[str, torch.Tensor]) -> bool:

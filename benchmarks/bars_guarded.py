@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from statistics import median
 
@@ -30,26 +32,45 @@ from bars import (
 )
 from machine import scratch
 from peers import remove
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD
 
-_RETURN_S = {"large": 0.003, "many": 0.015}
+_RETURN_S = {"large": 0.003, "sharded": 0.003, "many": 0.015}
 
 
 def measure_guarded(report: Report, device: str, sizes: Sizes) -> None:
-    """Time `save` of 200 tensors of 60 MiB and of 30,000 of 64 KiB, of an optimizer, and the guard after.
+    """Time `save` of 200 tensors of 60 MiB, the same as DTensors, and 30,000 of 64 KiB, and the guard after.
 
     The first two saves (planning, capture) are kept apart. Then the same with a tenth of a second of work
     waiting on the device, which shows whether the call waits for it.
     """
-    for name in ("large", "many"):
+    for name in _RETURN_S:
         with report.trying(name):
-            if name == "large":
+            if name != "many":
                 state = make_state(device, sizes.staging_tensors, fitting(device, sizes.staging_bytes, 2))
             else:
                 state = make_many(device, sizes.many_tensors, sizes.many_tensor_bytes)
-            _measure_one_guarded(report, name, device, sizes, make_parameters(state))
+            with _mesh(device) if name == "sharded" else nullcontext() as mesh:
+                if mesh is not None:
+                    state = {
+                        key: DTensor.from_local(tensor, mesh, [Shard(0)]) for key, tensor in state.items()
+                    }
+                _measure_one_guarded(report, name, device, sizes, make_parameters(state))
             del state
             settle(device)
+
+
+@contextmanager
+def _mesh(device: str) -> Iterator[DeviceMesh]:
+    """Return a mesh of this process alone."""
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device, (1,))
+    finally:
+        distributed.destroy_process_group()
 
 
 def _measure_one_guarded(
@@ -66,8 +87,11 @@ def _measure_one_guarded(
         steps = count(1)
 
         host_s: list[float] = []
+        free: list[torch.cuda.Event] = []
 
         def guarded_step() -> None:
+            if device == "cuda":
+                free.append(_event())
             started = time.perf_counter()
             with checkpointer.guard(optimizer):
                 optimizer.step()
@@ -86,12 +110,21 @@ def _measure_one_guarded(
                 if kind == "busy":
                     # Clock cycles: about 0.1 s.
                     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # noqa: SLF001
+                begun = _event() if device == "cuda" else None
                 timing = timed_save(checkpointer, next(steps), state, guarded_step)
                 report.timing(f"{name}_{kind}", timing)
                 report.append(f"{name}_{kind}_guarded_step_s", host_s[-1])
+                if begun is not None:
+                    report.append(f"{name}_{kind}_held_s", begun.elapsed_time(free[-1]) / 1000)
                 if kind in ("third", "busy"):
                     report.add(f"{name}_{kind}_equal", holds(timing.path, expected))
                 remove(timing.path)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def lines_of_guarded(found: Found) -> list[Line]:
@@ -101,7 +134,8 @@ def lines_of_guarded(found: Found) -> list[Line]:
         if not has(found, f"{name}_later_returned_s"):
             continue
         nbytes, tensors = found[f"{name}_bytes"], found[f"{name}_tensors"]
-        what = f"{tensors:,} tensors of {nbytes / tensors / 1024:.0f} KiB, guarded"
+        kind = "DTensors" if name == "sharded" else "tensors"
+        what = f"{tensors:,} {kind} of {nbytes / tensors / 1024:.0f} KiB, guarded"
         returned = found[f"{name}_later_returned_s"]
         lines.append(
             Line(
@@ -121,6 +155,8 @@ def lines_of_guarded(found: Found) -> list[Line]:
         ]
         guarded = median(found[f"{name}_later_guarded_step_s"])
         text = f"host time of the guarded step after it {milliseconds(guarded)}"
+        if has(found, f"{name}_later_held_s"):
+            text += f"; the device goes on after {milliseconds(median(found[f'{name}_later_held_s']))}"
         lines.append(Line("3", f"{what}: the first three saves return", ", ".join(early), text))
         if has(found, f"{name}_busy_returned_s"):
             busy = found[f"{name}_busy_returned_s"]

@@ -12,7 +12,8 @@ Invariants:
     * Saving involves no collective, and no rank that is no participant; `save` waits for no other rank,
       unless `ckpt_when_busy` has it ask the first whether it is skipped.
     * The background thread does nothing for each item, unless saves are incremental, and makes no CUDA call.
-    * A tensor that changed before the guard let it fails its save, and nothing of that is published.
+    * A tensor that changed before the guard let it fails its save, and nothing of that is published; one that
+      only foreach steps on DTensors change, if the change was there when the copies had ended.
 
 Threads: one thread at a time saves, guards and restores; one thread of the checkpointer's own writes.
 """
@@ -640,7 +641,10 @@ class Checkpointer:
         self._forget_plan()
         if versions:
             versions.clear()
-        addresses = {address for optimizer in self._optimizers for address in _addresses_of(optimizer)}
+        addresses: dict[int, bool] = {}
+        for optimizer in self._optimizers:
+            for address, is_in_dtensor in _addresses_of(optimizer):
+                addresses[address] = is_in_dtensor or addresses.get(address, False)
         self._planned = PlannedState(
             self._engine,
             self._storage,
@@ -1139,7 +1143,8 @@ def _refusing(reference: weakref.ref[Checkpointer]) -> Callable[..., None]:
     return before_step
 
 
-def _addresses_of(optimizer: Optimizer) -> Iterator[int]:
+def _addresses_of(optimizer: Optimizer) -> Iterator[tuple[int, bool]]:
+    """Yield where its parameters and states lie, and whether in a DTensor."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield from _address(parameter)
@@ -1149,8 +1154,8 @@ def _addresses_of(optimizer: Optimizer) -> Iterator[int]:
                 yield from _address(value)
 
 
-def _address(tensor: torch.Tensor) -> Iterator[int]:
+def _address(tensor: torch.Tensor) -> Iterator[tuple[int, bool]]:
     local = getattr(tensor, "_local_tensor", tensor)
     address = local.data_ptr()
     if address:
-        yield address
+        yield address, local is not tensor

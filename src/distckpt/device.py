@@ -7,7 +7,8 @@ Invariants:
     * Streams are ordered by events in both directions; nothing synchronises a device, and nothing here is
       called by a background thread but `Devices.pin`.
     * Copies of one device leave in order on one stream, so that a word that is copied last tells of all.
-    * GPU memory: two packing buffers for each device, and the literal bytes around small tensors.
+    * GPU memory: two packing buffers for each device, the literal bytes around small tensors, digests, and
+      what torch keeps for the sums of a captured graph.
 
 Threads: a transfer is used by one thread at a time; `pin` by any.
 """
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 GATHERED_BYTES = 1 << 20
 """Tensors below this are gathered on the device: a copy of its own costs more host time than it takes."""
+DIGEST_WORDS = 8
 _PACKING_BYTES = 64 << 20
 _LITERAL_BYTES = 16 << 20
 """Literal bytes that a transfer keeps on the device at most; beyond, tensors are copied one by one."""
@@ -78,6 +80,30 @@ def contiguous_span(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     whole.copy_(tensor)
     return flat_bytes(whole)[low:high]
+
+
+def has_digest(tensor: torch.Tensor) -> bool:
+    """Say whether `take_digest` takes a dense tensor, and costs little beside its copy."""
+    offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+    is_aligned = tensor.nbytes % 8 == tensor.data_ptr() % 8 == offset_bytes % 8 == 0
+    return is_aligned and tensor.nbytes >= GATHERED_BYTES
+
+
+def take_digest(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    """Put `DIGEST_WORDS` sums modulo 2**64 of the memory of a dense tensor, as int64, to `out`.
+
+    Each is of one stretch; together they cover all of it. A change of one integer is always seen. The
+    stretches' lengths are odd: a change that is the same everywhere does not cancel out modulo a power of
+    two. Integers that change places within a stretch are not seen.
+    """
+    # Of any other width, a sum would first make integers of this width of everything.
+    words = flat_bytes(tensor).view(torch.int64)
+    count, gaps = words.numel(), DIGEST_WORDS - 1
+    length = -(-count // DIGEST_WORDS)
+    while length % 2 == 0 or (count - length) % gaps:
+        length += 1
+    stretches = words.as_strided((DIGEST_WORDS, length), ((count - length) // gaps, 1))
+    torch.sum(stretches, dim=1, out=out)
 
 
 def host_view(address: int, nbytes: int) -> torch.Tensor:
@@ -195,6 +221,14 @@ class _Words(NamedTuple):
     target: torch.Tensor
 
 
+class _Digests(NamedTuple):
+    """The digest of what each source holds at that time, to `target`."""
+
+    device: torch.device
+    sources: Sequence[int]
+    target: torch.Tensor
+
+
 @dataclass
 class _Window:
     """Small tensors that will leave in one gather."""
@@ -224,12 +258,13 @@ class Transfer:
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
-        self._steps: list[_Copy | _Gather | _Words] = []
+        self._steps: list[_Copy | _Gather | _Words | _Digests] = []
         self._window: _Window | None = None
         self._literals: dict[bytes, int] = {}
         self._literal_bytes = 0
         self._on_device: dict[torch.device, list[torch.Tensor]] = {}
         self._tags: dict[torch.device, torch.Tensor] = {}
+        self._sums: torch.Tensor | None = None
         self._used: dict[torch.device, None] = {}
         self._round: _Round | None = None
         self._next_step = 0
@@ -320,6 +355,19 @@ class Transfer:
             words = host_view(address + 8 * first, 8 * min(_WORDS, count - first))
             self._steps.append(_Words(words.view(torch.int64)))
 
+    def add_digests(self, device: torch.device, sources: Sequence[int], address: int) -> None:
+        """Take digests of what sources hold once everything that was added so far has left; once at most.
+
+        Args:
+            device: Where they lie.
+            sources: Their numbers at `launch`; see `has_digest`.
+            address: Where to, `DIGEST_WORDS` words for each, in host memory.
+        """
+        self._close_window()
+        self._used[device] = None
+        target = host_view(address, 8 * DIGEST_WORDS * len(sources)).view(torch.int64)
+        self._steps.append(_Digests(device, sources, target.view(-1, DIGEST_WORDS)))
+
     def launch(self, sources: Sequence[torch.Tensor | None], *, caller_waits: bool) -> None:
         """Copy everything again; the calls return before the copies end.
 
@@ -377,6 +425,8 @@ class Transfer:
                     self._copy(step, sources, self._round)
                 elif isinstance(step, _Gather):
                     self._gather(step, sources, self._round)
+                elif isinstance(step, _Digests):
+                    self._take_digests(step, sources)
                 else:
                     self._tell(step, self._round)
             for streams in self._round.streams:
@@ -425,6 +475,7 @@ class Transfer:
         self._graph = None
         self._on_device.clear()
         self._tags.clear()
+        self._sums = None
         self._steps.clear()
 
     def _enter(self, round_: _Round) -> None:
@@ -520,6 +571,16 @@ class Transfer:
             first.copy.wait_event(other.copy.record_event())
         with torch.cuda.stream(first.copy):
             step.target.copy_(self._tags[first.device][: step.target.numel()], non_blocking=True)
+
+    def _take_digests(self, step: _Digests, sources: Sequence[torch.Tensor | None]) -> None:
+        # On the stream of the copies: after those before it, before those that follow.
+        with torch.cuda.stream(self._devices.streams(step.device).copy):
+            if self._sums is None:
+                with torch.inference_mode(mode=False):
+                    self._sums = torch.empty_like(step.target, device=step.device)
+            for number, source in enumerate(step.sources):
+                take_digest(_given(sources, source), self._sums[number])
+            step.target.copy_(self._sums, non_blocking=True)
 
     def _finish(self, streams: list[_SideStreams], *, caller_waits: bool) -> None:
         self._events = [each.copy.record_event() for each in streams]

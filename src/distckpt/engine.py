@@ -36,7 +36,7 @@ from distckpt import observe
 from distckpt.arena import EXTENT_BYTES, PAGE_BYTES, Arena, Range, align, available_memory
 from distckpt.config import local_ranks
 from distckpt.coordination import ProgressDeadline
-from distckpt.device import Transfer, refuse_capture
+from distckpt.device import DIGEST_WORDS, Transfer, refuse_capture
 from distckpt.errors import StagingError, WorkerDied, WriteError
 from distckpt.formats import Documents, FileFormat, Format, open_format
 from distckpt.image import Image, ImagePart, lay_out_image
@@ -136,6 +136,7 @@ class Residence:
         image: What it holds; none of its items is staged yet.
         plan_id: For the lanes.
         late: Numbers of the items that `stage` may copy after it returned.
+        digested: Numbers of those of them that have to be the same before and after their copies.
         timeout_s: Seconds that the wait for memory may take.
     """
 
@@ -147,6 +148,7 @@ class Residence:
         *,
         plan_id: int,
         late: Collection[int],
+        digested: Sequence[int],
         timeout_s: float,
     ) -> None:
         self.image = image
@@ -158,6 +160,7 @@ class Residence:
         self._arena = arena
         self._stager = stager
         self.late = frozenset(late)
+        self.digested = digested
         self._timeout_s = timeout_s
         self._ranges: list[Range] = []
         self._host: list[HostCopy] = []
@@ -168,6 +171,7 @@ class Residence:
         """When everything was first seen to have been copied, by `time.monotonic()`."""
         self._tag = 0
         self._board: Board | None = None
+        self._digests: list[ctypes.Array[ctypes.c_int64]] = []
 
     @property
     def board(self) -> Board:
@@ -252,6 +256,14 @@ class Residence:
         """Make what the caller gives its current streams from now on wait for the late copies."""
         self._main.order_after()
 
+    def changed(self) -> list[int]:
+        """Return which of the digested items were changed before they had been copied; all has arrived."""
+        if not self.digested:
+            return []
+        before, after = self._digests
+        words = [slice(first, first + DIGEST_WORDS) for first in range(0, len(before), DIGEST_WORDS)]
+        return [number for number, its in zip(self.digested, words, strict=True) if before[its] != after[its]]
+
     def check(self) -> None:
         """Raise the CUDA error that a copy ran into, if it did.
 
@@ -268,6 +280,7 @@ class Residence:
         self._early.forget()
         self._main.forget()
         self._keep = ()
+        self._digests = []
         if self._board is not None:
             self._board.release()
             self._board = None
@@ -315,21 +328,29 @@ class Residence:
         parts = self.image.parts
         total = sum(align(part.nbytes, PAGE_BYTES) for part in parts)
         num_spans = [len(part.spans) // 2 for part in parts]
-        board_bytes = Board.nbytes(num_spans)
+        board_bytes = align(Board.nbytes(num_spans), 8)
+        num_words = DIGEST_WORDS * len(self.digested)
+        digest_bytes = 8 * num_words
+        words_bytes = board_bytes + 2 * digest_bytes
         prepared = self._arena.prepare(
-            self._arena.reserved_bytes - self._arena.unused_bytes + total + align(board_bytes, PAGE_BYTES)
+            self._arena.reserved_bytes - self._arena.unused_bytes + total + align(words_bytes, PAGE_BYTES)
         )
         if devices:
             # Registering memory and launching copies wait for each other in the driver: doing both slab by
             # slab takes half as long again as one after the other.
             prepared.result(self._timeout_s)
-        board_range = self._reserve(board_bytes, board_bytes)
+        board_range = self._reserve(words_bytes, words_bytes)
         board_address = self._arena.address(board_range)
         memory = (ctypes.c_char * board_bytes).from_address(board_address)
         self._board = Board(memoryview(memory).cast("B"), num_spans)
         self._board.clear()
         words = board_address + self._board.ready_offset
         transfers = (self._early, self._main) if self.late else (self._main, self._main)
+        digests = board_address + board_bytes
+        if self.digested:
+            array = ctypes.c_int64 * num_words
+            self._digests = [array.from_address(digests + at) for at in (0, digest_bytes)]
+            self._add_digests(self._early, sources, digests)
         self._main.begin()
         first = number = filled_bytes = 0
         while number < len(parts):
@@ -337,6 +358,8 @@ class Residence:
             number += len(filled)
             filled_bytes += sum(part.nbytes for part in filled)
             if filled_bytes >= _RESIDENT_GROUP_BYTES or number == len(parts):
+                if self.digested and number == len(parts):
+                    self._add_digests(self._main, sources, digests + digest_bytes)
                 self._main.add_words(words + 8 * first, number - first)
                 if not self.late:
                     self._run_group(sources, range(first, number))
@@ -355,6 +378,11 @@ class Residence:
             ),
             (board_range.slab, board_range.offset),
         )
+
+    def _add_digests(self, transfer: Transfer, sources: Sequence[torch.Tensor | None], address: int) -> None:
+        first = sources[self.digested[0]]
+        assert first is not None
+        transfer.add_digests(first.device, self.digested, address)
 
     def _run_group(self, sources: Sequence[torch.Tensor | None], parts: range) -> None:
         self._main.run(sources)
@@ -580,13 +608,20 @@ class Engine:
             with_companions=not storage.is_stream and not storage.part_bytes(0),
         )
 
-    def reside(self, storage: Storage, items: Sequence[Item], late: Collection[int] = ()) -> Residence | None:
+    def reside(
+        self,
+        storage: Storage,
+        items: Sequence[Item],
+        late: Collection[int] = (),
+        digested: Collection[int] = (),
+    ) -> Residence | None:
         """Lay out `items` for a place in host memory, which the first `Residence.stage` reserves.
 
         Args:
             storage: Of the kind that it will be written to.
             items: What will be saved again and again, none of it staged.
             late: Numbers of CUDA tensors that may be copied after `Residence.stage` returned.
+            digested: Numbers of those of them of which `Residence.changed` is to tell.
 
         Returns:
             The residence, or None if the budget does not hold it: then there is only `write`.
@@ -602,6 +637,7 @@ class Engine:
             image,
             plan_id=self._new_plan_id(),
             late=late,
+            digested=sorted(late & set(digested)),
             timeout_s=self.timeout_s,
         )
 
@@ -620,6 +656,7 @@ class Engine:
             residence.image,
             plan_id=self._new_plan_id(),
             late=residence.late,
+            digested=residence.digested,
             timeout_s=self.timeout_s,
         )
 

@@ -132,9 +132,12 @@ class Late:
     """Tensors of a save that may still be copied, and must not change until then."""
 
     def __init__(self, planned: PlannedState, view: View, versions: list[int], residence: Residence) -> None:
-        self._tensors = view.locals
+        # What changes a DTensor counts up its version, or that of its part here, or, in a foreach step, none.
+        wrapped = [view.leaves[leaf] for leaf in view.wrapped]
+        self._tensors = [*view.locals, *wrapped]
+        self._num_leaves, self._wrapped = len(view.locals), view.wrapped
         # Of all tensors of the state: choosing among them takes as long as reading all.
-        self._versions = versions or list(map(version_of, self._tensors))
+        self._versions = (versions or list(map(version_of, view.locals))) + list(map(version_of, wrapped))
         self._planned = planned
         self._residence = residence
         self._lock = threading.Lock()
@@ -152,7 +155,7 @@ class Late:
             self._end()
 
     def check(self) -> None:
-        """Before the save is published: check the tensors, if no guard has, a few at a time."""
+        """Before the save is published: check the tensors, those that no guard has, a few at a time."""
         pause = threading.Event()
         for first in range(0, len(self._versions), _VERSIONS_AT_ONCE):
             with self._lock:
@@ -162,6 +165,9 @@ class Late:
             pause.wait(_POLL_S)
         with self._lock:
             self._end()
+        changed = self._residence.changed()
+        if self.error is None and changed:
+            self.error = _changed(self._planned.fqn(changed[0]))
         if self.error is not None:
             raise self.error
 
@@ -185,14 +191,19 @@ class Late:
         if versions == self._versions[first:end]:
             return
         late = self._planned.late_leaves
-        for leaf, found in enumerate(versions, first):
-            if found != self._versions[leaf] and leaf in late:
-                self.error = StagingError(
-                    f"{self._planned.fqn(late[leaf])!r} was changed after save() and before guard() let it: "
-                    f"wrap whatever changes parameters or optimizer states in guard(optimizer)"
-                )
+        for place, found in enumerate(versions, first):
+            leaf = place if place < self._num_leaves else self._wrapped[place - self._num_leaves]
+            if found != self._versions[place] and leaf in late:
+                self.error = _changed(self._planned.fqn(late[leaf]))
                 return
 
     def _end(self) -> None:
         self.is_over = True
         self._tensors = []
+
+
+def _changed(fqn: str) -> StagingError:
+    return StagingError(
+        f"{fqn!r} was changed after save() and before guard() let it: wrap whatever changes parameters or "
+        f"optimizer states in guard(optimizer)"
+    )

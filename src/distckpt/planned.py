@@ -24,8 +24,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.tensor import DTensor
 
 from distckpt.assembly import assemble, entry_of
+from distckpt.device import has_digest
 from distckpt.engine import Engine, Residence, Written, collector_paused
 from distckpt.errors import CommitError, StagingError
 from distckpt.formats import Frame
@@ -38,7 +40,7 @@ from distckpt.metadata import DCP_VERSION, merge_arrays, pickle_metadata
 from distckpt.ownership import Common, Rules, divide
 from distckpt.planner import SavePlanner
 from distckpt.signature import Signature, View
-from distckpt.staging import is_raw
+from distckpt.staging import Item, is_raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -60,7 +62,7 @@ class PlannedState:
         storage: Of the kind that it will be saved to.
         state: The state.
         view: The state, walked with paths.
-        late_addresses: Where the tensors lie that a guard protects.
+        late_addresses: Where the tensors lie that a guard protects, and whether any there is of a DTensor.
         file_format: For the manifest.
         rules: By what this rank works out what of it it writes.
         is_incremental: Whether what is written of it is not the same in every save.
@@ -72,7 +74,7 @@ class PlannedState:
         storage: Storage,
         state: Mapping[str, Any],
         view: View,
-        late_addresses: set[int],
+        late_addresses: Mapping[int, bool],
         file_format: str,
         rules: Rules,
         *,
@@ -102,10 +104,14 @@ class PlannedState:
         self._mappings = planner.mappings
         del planner
         addresses = [] if self.signature is None else self.signature.addresses
-        # Nothing counts up the version of what lies in a DTensor, and inference tensors have none: what can
-        # not be checked is not copied late.
-        if addresses and any(map(torch.Tensor.is_inference, view.locals)):
+        # Inference tensors have no versions: what can not be checked is not copied late.
+        if addresses and any(map(torch.Tensor.is_inference, [*view.leaves, *view.locals])):
             addresses = []
+
+        def is_counted(leaf: int) -> bool:
+            # A foreach step changes what lies in a DTensor, and counts up the version of neither.
+            return type(view.leaves[leaf]) is not DTensor and not late_addresses[addresses[leaf]]
+
         self.late = [
             number
             for number, leaf in enumerate(self._leaf_of)
@@ -113,8 +119,9 @@ class PlannedState:
             and leaf >= 0
             and addresses[leaf] in late_addresses
             and view.locals[leaf].is_cuda
-            and view.leaves[leaf] is view.locals[leaf]
+            and (is_counted(leaf) or _has_digest(self.items[number]))
         ]
+        self._digested = [number for number in self.late if not is_counted(self._leaf_of[number])]
         self.late_leaves = {self._leaf_of[number]: number for number in self.late}
         """For each tensor of the state that may be copied late, the number of its item."""
         self._on_host = [
@@ -286,7 +293,7 @@ class PlannedState:
     def _new_residence(self) -> Residence | None:
         """Take memory for one more save, with the same image: the metadata describes that one."""
         if not self._residences:
-            residence = self._engine.reside(self._storage, self.items, self.late)
+            residence = self._engine.reside(self._storage, self.items, self.late, self._digested)
         elif len(self._residences) < _MOST_RESIDENCES:
             residence = self._engine.reside_beside(self._residences[0])
         else:
@@ -487,6 +494,10 @@ def places_of(
             if chunk is not None:
                 places.setdefault(fqn, []).append((names[file], nbytes))
     return places
+
+
+def _has_digest(item: Item) -> bool:
+    return item.verbatim and item.tensor is not None and has_digest(item.tensor)
 
 
 def _keys_along(path: Sequence[Any], state: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -15,10 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from distckpt import Checkpointer, SaveHandle, StagingError, StorageWriter, WriteError
+from distckpt.device import Transfer
 from integration.checkpoints import WAIT_S, assert_same, bits, read_with_distckpt, read_with_torch
 from integration.test_checkpointer import held_back, path_of, used_bytes
 from integration.test_cuda import DTYPES, State, check, copied, every_kind, overwrite, some
@@ -37,9 +42,13 @@ def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
         yield opened
 
 
-def busy() -> None:
+def busy(cycles: int = CYCLES) -> None:
     """Give the current stream something to do before whatever comes next."""
-    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def mesh_of_one() -> DeviceMesh:
+    return init_device_mesh("cuda", (1,))
 
 
 def new_stream() -> torch.cuda.Stream:
@@ -56,7 +65,8 @@ def replays(checkpointer: Checkpointer) -> bool:
 def on_host(value: Any) -> Any:
     """Return a copy of the values of now, all of them on the CPU."""
     if isinstance(value, torch.Tensor):
-        plain = value.detach().resolve_conj().resolve_neg()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        plain = whole.detach().resolve_conj().resolve_neg()
         return plain.contiguous().cpu().clone()
     if isinstance(value, dict):
         return {str(key): on_host(entry) for key, entry in value.items()}
@@ -149,7 +159,7 @@ def test_memory_that_is_given_back_and_taken_again(checkpointer: Checkpointer, t
 
 
 class Training:
-    """A model with buffers, and an optimizer with states."""
+    """A model with buffers, and an optimizer with states; under FSDP2 if there is a process group."""
 
     def __init__(self) -> None:
         layers: list[torch.nn.Module] = []
@@ -160,6 +170,8 @@ class Training:
                 torch.nn.Linear(width, 1000),
             ]
         self.model = torch.nn.Sequential(*layers).cuda()
+        if distributed.is_initialized():
+            fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
     @property
@@ -171,6 +183,21 @@ class Training:
         self.model(torch.randn(16, 1000, device="cuda")).square().mean().backward()
 
 
+@pytest.fixture(params=["plain", "fsdp2"])
+def group(request: pytest.FixtureRequest) -> Iterator[str]:
+    """For each: whether there is a process group, of one rank."""
+    kind: str = request.param
+    if kind == "fsdp2":
+        store = distributed.HashStore()  # type: ignore[attr-defined]
+        distributed.init_process_group(
+            "nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0)
+        )
+    yield kind
+    if kind == "fsdp2":
+        distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
 def test_parameters_change_inside_the_guard(checkpointer: Checkpointer, tmp_path: Path) -> None:
     training = Training()
     for step in range(7):
@@ -196,8 +223,8 @@ def test_parameters_change_inside_the_guard(checkpointer: Checkpointer, tmp_path
     planned = checkpointer._planned
     assert planned is not None
     names = {planned.fqn(number) for number in planned.late}
-    assert "model.0.weight" in names
-    assert "optimizer.state.0.exp_avg" in names
+    assert "model.6.weight" in names
+    assert "optimizer.state.12.exp_avg" in names
     assert not any("running_mean" in name or name.endswith(".step") for name in names)
 
 
@@ -219,8 +246,39 @@ def test_a_guard_for_each_of_several_optimizers(checkpointer: Checkpointer, tmp_
         assert_same(read_with_torch(path_of(tmp_path, step)), expected)
 
 
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each copy of a large tensor begin a hundredth of a second late, in captured graphs, too."""
+    copy_one = Transfer._copy
+
+    def slowed(transfer: Transfer, step: Any, *args: Any) -> None:
+        with torch.cuda.stream(transfer._devices.streams(step.device).copy):
+            busy(CYCLES // 20)
+        copy_one(transfer, step, *args)
+
+    monkeypatch.setattr(Transfer, "_copy", slowed)
+
+
+def by_foreach(weight: torch.nn.Parameter) -> None:
+    # Of a DTensor it counts up no version.
+    torch._foreach_add_([weight], 1)
+
+
+def by_foreach_at_a_place(weight: torch.nn.Parameter) -> None:
+    torch._foreach_add_([weight.to_local()[-1, -1:] if isinstance(weight, DTensor) else weight[-1, -1:]], 1)
+
+
+def there_and_back(weight: torch.nn.Parameter) -> None:
+    weight.neg_()
+    weight.neg_()
+
+
+@pytest.mark.usefixtures("group", "slow_copies")
+@pytest.mark.parametrize("change", [by_foreach, by_foreach_at_a_place, there_and_back])
 @pytest.mark.parametrize("earlier", [0, 3])
-def test_a_change_before_the_guard(checkpointer: Checkpointer, tmp_path: Path, earlier: int) -> None:
+def test_a_change_before_the_guard(
+    checkpointer: Checkpointer, tmp_path: Path, earlier: int, change: Callable[[torch.nn.Parameter], None]
+) -> None:
     training = Training()
     training.forward_and_backward()
     with checkpointer.guard(training.optimizer):
@@ -231,12 +289,12 @@ def test_a_change_before_the_guard(checkpointer: Checkpointer, tmp_path: Path, e
         with held_back(checkpointer):
             handle = checkpointer.save(step, training.state)
             with torch.no_grad():
-                first = next(iter(training.model.parameters()))
-                first.add_(1)
+                change(training.model.get_parameter("6.weight"))
+            assert not handle.staged
             if by_guard:
                 with checkpointer.guard(training.optimizer):
                     training.optimizer.step()
-        with pytest.raises(StagingError, match=r"'model\.0\.weight' was changed .*guard"):
+        with pytest.raises(StagingError, match=r"'model\.6\.weight' was changed .*guard"):
             handle.result(WAIT_S)
         assert not (path_of(tmp_path, step) / ".metadata").exists()
     assert checkpointer.steps() == list(range(earlier))
@@ -248,6 +306,62 @@ def test_a_change_before_the_guard(checkpointer: Checkpointer, tmp_path: Path, e
     handle.result(WAIT_S)
     assert_same(read_with_torch(path_of(tmp_path, 12)), expected)
     assert used_bytes(checkpointer) == used
+
+
+@pytest.mark.parametrize("group", ["fsdp2"], indirect=True)
+@pytest.mark.usefixtures("group", "slow_copies")
+def test_a_part_of_a_dtensor_that_is_saved_as_a_plain_tensor(checkpointer: Checkpointer) -> None:
+    """Its own version says nothing of what the optimizer does to the DTensor."""
+    weight: Any = torch.nn.Parameter(DTensor.from_local(some(torch.float32, 1000, 1000), mesh_of_one()))
+    optimizer = torch.optim.SGD([weight])
+    with checkpointer.guard(optimizer):
+        pass
+    for step in range(4):
+        handle = checkpointer.save(step, {"part": weight.detach().to_local()})
+        assert not handle.staged
+        with torch.no_grad():
+            torch._foreach_add_([weight], 1)
+        with pytest.raises(StagingError, match=r"'part' was changed"):
+            handle.result(WAIT_S)
+
+
+@pytest.mark.parametrize("group", ["fsdp2"], indirect=True)
+@pytest.mark.usefixtures("group", "slow_copies")
+def test_dtensors_of_any_bytes(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    """Those that have no cheap digest are there when the save returns, and may change."""
+    mesh = mesh_of_one()
+    tensors = {
+        "even": some(torch.float32, 600, 1000),
+        "odd": some(torch.bfloat16, 1001, 1003),
+        "bytes": some(torch.uint8, MIB + 3),
+        "small": some(torch.float32, 30, 10),
+        "transposed": some(torch.float32, 900, 800).t(),
+        "strided": some(torch.float32, 2000, 900)[::2],
+        "double": some(torch.float64, 512, 600),
+        "none": some(torch.float32, 0, 7),
+    }
+    state: dict[str, Any] = {
+        name: torch.nn.Parameter(DTensor.from_local(tensor, mesh), False) for name, tensor in tensors.items()
+    }
+    optimizer = torch.optim.SGD(list(state.values()))
+    with checkpointer.guard(optimizer):
+        pass
+    for step in range(5):
+        expected = on_host(state)
+        handle = checkpointer.save(step, state)
+        assert not handle.staged
+        with torch.no_grad():
+            for name in ("odd", "bytes", "small", "strided"):
+                state[name].to_local().add_(1)
+            with checkpointer.guard(optimizer):
+                for parameter in state.values():
+                    parameter.add_(1)
+        handle.result(WAIT_S)
+        assert_same(read_with_torch(path_of(tmp_path, step)), expected, str(step))
+    assert replays(checkpointer)
+    planned = checkpointer._planned
+    assert planned is not None
+    assert {planned.fqn(number) for number in planned._digested} == {"even", "transposed", "double"}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

@@ -13,7 +13,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distckpt.arena import PAGE_BYTES, Slab
-from distckpt.device import Devices, Transfer, contiguous_span, flat_bytes, host_view
+from distckpt.device import (
+    DIGEST_WORDS,
+    GATHERED_BYTES,
+    Devices,
+    Transfer,
+    contiguous_span,
+    flat_bytes,
+    has_digest,
+    host_view,
+    take_digest,
+)
 from distckpt.staging import is_verbatim
 from unit.tensors import memory_of, payload_of, tensors
 
@@ -27,6 +37,48 @@ def test_any_span_of_any_tensor(tensor: torch.Tensor, data: st.DataObject) -> No
     span = contiguous_span(tensor, low, high)
     assert (span.dtype, span.dim()) == (torch.uint8, 1)
     assert bytes(span.tolist()) == payload[low:high]
+
+
+def digest(tensor: torch.Tensor) -> list[int]:
+    sums = torch.full((DIGEST_WORDS,), 77)
+    take_digest(tensor, sums)
+    return sums.tolist()
+
+
+@given(st.integers(64, 3000), st.data())
+def test_a_digest_tells_of_any_change_of_a_byte(count: int, data: st.DataObject) -> None:
+    tensor = torch.randn(count, dtype=torch.float64)[data.draw(st.integers(0, 3)) :]
+    before = digest(tensor)
+    assert before == digest(tensor.clone())
+    flat = flat_bytes(tensor)
+    place = data.draw(st.integers(0, flat.numel() - 1))
+    flat[place] ^= data.draw(st.integers(1, 255))
+    assert before != digest(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.float32, torch.bfloat16])
+def test_changes_that_are_the_same_everywhere_do_not_cancel_out(dtype: torch.dtype) -> None:
+    """Sums over even numbers of them would: a sign is 2**63."""
+    for count in (1 << 17, 3 << 16, (1 << 17) - 4096):
+        ones = torch.ones(count, dtype=dtype)
+        tensor = ones.copysign(torch.randn(count)) if dtype is torch.float32 else ones
+        digests = [digest(changed) for changed in (tensor, -tensor, 2 * tensor, tensor / 2, 0 * tensor)]
+        assert len(set(map(tuple, digests))) == len(digests), count
+
+
+def test_what_has_no_digest() -> None:
+    """Not of whole words, not aligned, or too small: none that could end in an error of the device."""
+    large = torch.zeros(GATHERED_BYTES + 64, dtype=torch.uint8)
+    assert has_digest(large)
+    assert has_digest(large[8:])
+    assert not has_digest(large[4:])
+    assert not has_digest(large[:-4])
+    assert not has_digest(large[: GATHERED_BYTES - 8])
+    # What comes from elsewhere has no offset that says how it lies.
+    foreign = torch.frombuffer(
+        bytearray(GATHERED_BYTES + 64), dtype=torch.uint8, offset=4, count=GATHERED_BYTES
+    )
+    assert foreign.data_ptr() % 8 == 0 or not has_digest(foreign)
 
 
 @given(tensors())
