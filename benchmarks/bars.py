@@ -58,6 +58,7 @@ class Sizes:
     tiny_tensors: int = 100_000
     tiny_tensor_bytes: int = 4 << 10
     training_bytes: int = 4 * GIB
+    training_alone: int = 10
     training_phases: int = 12
     training_memory_phases: int = 2
     training_edges_ms: int = 40_000
@@ -94,7 +95,7 @@ class Sizes:
         some = {one.name: 8 for one in fields(cls) if one.name.endswith("_tensors")}
         return cls(
             **small | some | {"many_tensor_bytes": 1024, "tiny_tensor_bytes": 256, "budget_bytes": 24 * MIB},
-            repeats=1, workers=2, tmpfs_workers=2, guarded_saves=2, training_phases=2,
+            repeats=1, workers=2, tmpfs_workers=2, guarded_saves=2, training_alone=2, training_phases=2,
             training_memory_phases=1, training_edges_ms=500, training_plain_ms=50, training_saving_ms=50,
             training_lead_in_ms=10, training_warm_ms=50, training_matrix=64, training_small_kernels=4,
             fifty_saves=8, peer_budget_s=0, peer_processes=1,

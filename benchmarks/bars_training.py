@@ -57,7 +57,6 @@ _LOOK_EVERY = 200
 """How often to look whether a save failed: raising what says that it has not takes a while."""
 _BLOCK_STEPS = 200
 _WARM = 0.01
-_ALONE = 10
 _POLL_S = 0.001
 _WARM_SAVES = 3
 """Saves until one replays a captured graph."""
@@ -493,7 +492,7 @@ class _Trainer:
 
     def measure_alone(self, saving: _Saving) -> None:
         """Save with no loop beside it: the call, and the processor time of other threads until the commit."""
-        for _ in range(_ALONE):
+        for _ in range(self._sizes.training_alone):
             phase, before = _Phase(), _thread_seconds()
             saving.before_step(phase, True)
             started = time.perf_counter()

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 GATHERED_BYTES = 1 << 20
 """Tensors below this are gathered on the device: a copy of its own costs more host time than it takes."""
-DIGEST_WORDS = 8
+DIGEST_WORDS = 512
+"""As many as keep a device busy, so that torch sums each at once: in two steps it needs memory and a clearing."""
 _PACKING_BYTES = 64 << 20
 _LITERAL_BYTES = 16 << 20
 """Literal bytes that a transfer keeps on the device at most; beyond, tensors are copied one by one."""
@@ -99,9 +100,10 @@ def take_digest(tensor: torch.Tensor, out: torch.Tensor) -> None:
     # Of any other width, a sum would first make integers of this width of everything.
     words = flat_bytes(tensor).view(torch.int64)
     count, gaps = words.numel(), DIGEST_WORDS - 1
-    length = -(-count // DIGEST_WORDS)
-    while length % 2 == 0 or (count - length) % gaps:
-        length += 1
+    least = -(-count // DIGEST_WORDS)
+    # Stretches that overlap as much as lets all begin equally far apart; the number of gaps is odd.
+    length = least + (count - least) % gaps
+    length += 0 if length % 2 else gaps
     stretches = words.as_strided((DIGEST_WORDS, length), ((count - length) // gaps, 1))
     torch.sum(stretches, dim=1, out=out)
 

@@ -64,6 +64,7 @@ _LONGEST_WAIT_FOR_SLOT_S = 0.008
 _MOST_PATIENCE = 4
 """Where a lane writes several parts at once, and has others before it, it may be so many times as long."""
 _WAIT_FOR_LANE_S = 0.2
+_DIGEST_BYTES = 8 * DIGEST_WORDS
 _ABORT_S = 5.0
 _GROUP_BYTES = 128 << 20
 """Parts of about this size together are staged in waves before lanes are told."""
@@ -171,7 +172,7 @@ class Residence:
         """When everything was first seen to have been copied, by `time.monotonic()`."""
         self._tag = 0
         self._board: Board | None = None
-        self._digests: list[ctypes.Array[ctypes.c_int64]] = []
+        self._digests: list[ctypes.Array[ctypes.c_char]] = []
 
     @property
     def board(self) -> Board:
@@ -260,9 +261,15 @@ class Residence:
         """Return which of the digested items were changed before they had been copied; all has arrived."""
         if not self.digested:
             return []
-        before, after = self._digests
-        words = [slice(first, first + DIGEST_WORDS) for first in range(0, len(before), DIGEST_WORDS)]
-        return [number for number, its in zip(self.digested, words, strict=True) if before[its] != after[its]]
+        before, after = (digests.raw for digests in self._digests)
+        if before == after:
+            return []
+        firsts = range(0, len(before), _DIGEST_BYTES)
+        return [
+            number
+            for number, first in zip(self.digested, firsts, strict=True)
+            if before[first : first + _DIGEST_BYTES] != after[first : first + _DIGEST_BYTES]
+        ]
 
     def check(self) -> None:
         """Raise the CUDA error that a copy ran into, if it did.
@@ -329,8 +336,7 @@ class Residence:
         total = sum(align(part.nbytes, PAGE_BYTES) for part in parts)
         num_spans = [len(part.spans) // 2 for part in parts]
         board_bytes = align(Board.nbytes(num_spans), 8)
-        num_words = DIGEST_WORDS * len(self.digested)
-        digest_bytes = 8 * num_words
+        digest_bytes = _DIGEST_BYTES * len(self.digested)
         words_bytes = board_bytes + 2 * digest_bytes
         prepared = self._arena.prepare(
             self._arena.reserved_bytes - self._arena.unused_bytes + total + align(words_bytes, PAGE_BYTES)
@@ -348,7 +354,7 @@ class Residence:
         transfers = (self._early, self._main) if self.late else (self._main, self._main)
         digests = board_address + board_bytes
         if self.digested:
-            array = ctypes.c_int64 * num_words
+            array = ctypes.c_char * digest_bytes
             self._digests = [array.from_address(digests + at) for at in (0, digest_bytes)]
             self._add_digests(self._early, sources, digests)
         self._main.begin()
@@ -629,7 +635,8 @@ class Engine:
         late = _late_copies(items, late)
         with collector_paused():
             image = self.lay_out(storage, items, late, EXTENT_BYTES)
-        if self._need(image) > self.arena.budget_bytes:
+        digested = sorted(late & set(digested))
+        if self._need(image, digested) > self.arena.budget_bytes:
             return None
         return Residence(
             self.arena,
@@ -637,7 +644,7 @@ class Engine:
             image,
             plan_id=self._new_plan_id(),
             late=late,
-            digested=sorted(late & set(digested)),
+            digested=digested,
             timeout_s=self.timeout_s,
         )
 
@@ -648,7 +655,7 @@ class Engine:
             The residence; None if the budget has no room for it at this time.
         """
         free_bytes = self.arena.budget_bytes - self.arena.reserved_bytes + self.arena.unused_bytes
-        if self._need(residence.image) > free_bytes:
+        if self._need(residence.image, residence.digested) > free_bytes:
             return None
         return Residence(
             self.arena,
@@ -660,13 +667,14 @@ class Engine:
             timeout_s=self.timeout_s,
         )
 
-    def _need(self, image: Image) -> int:
+    def _need(self, image: Image, digested: Sequence[int]) -> int:
         """Return the bytes of a residence of `image`, with what its slabs may not hold of it."""
         largest = max((part.nbytes for part in image.parts), default=0)
         parts_bytes = sum(align(part.nbytes, PAGE_BYTES) for part in image.parts)
         # What has changed of it passes through slots of its own.
         slots_bytes = _CHANGED_SLOTS * max(largest, self.part_bytes) if self.is_incremental else 0
-        return parts_bytes + slots_bytes + self._spare_bytes(max(largest, self.part_bytes))
+        digests_bytes = 2 * _DIGEST_BYTES * len(digested)
+        return parts_bytes + digests_bytes + slots_bytes + self._spare_bytes(max(largest, self.part_bytes))
 
     def _spare_bytes(self, part_bytes: int) -> int:
         """Return what may be left over at the ends of slabs."""
