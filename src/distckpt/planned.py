@@ -40,7 +40,7 @@ from distckpt.metadata import DCP_VERSION, merge_arrays, pickle_metadata
 from distckpt.ownership import Common, Rules, divide
 from distckpt.planner import SavePlanner
 from distckpt.signature import Signature, View
-from distckpt.staging import Item, is_raw
+from distckpt.staging import is_raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -103,27 +103,7 @@ class PlannedState:
         self._link(planner, state, view)
         self._mappings = planner.mappings
         del planner
-        addresses = [] if self.signature is None else self.signature.addresses
-        # Inference tensors have no versions: what can not be checked is not copied late.
-        if addresses and any(map(torch.Tensor.is_inference, [*view.leaves, *view.locals])):
-            addresses = []
-
-        def is_counted(leaf: int) -> bool:
-            # A foreach step changes what lies in a DTensor, and counts up the version of neither.
-            return type(view.leaves[leaf]) is not DTensor and not late_addresses[addresses[leaf]]
-
-        self.late = [
-            number
-            for number, leaf in enumerate(self._leaf_of)
-            if addresses
-            and leaf >= 0
-            and addresses[leaf] in late_addresses
-            and view.locals[leaf].is_cuda
-            and (is_counted(leaf) or _has_digest(self.items[number]))
-        ]
-        self._digested = [number for number in self.late if not is_counted(self._leaf_of[number])]
-        self.late_leaves = {self._leaf_of[number]: number for number in self.late}
-        """For each tensor of the state that may be copied late, the number of its item."""
+        asked = self._may_be_late(view, late_addresses)
         self._on_host = [
             number
             for number, (item, leaf) in enumerate(zip(self.items, self._leaf_of, strict=True))
@@ -139,11 +119,41 @@ class PlannedState:
         self._dropped: deque[Residence] = deque()
         self._changed = threading.Condition()
         self._is_stale = False
-        first = self._new_residence() if self.items else None
+        first = self._engine.reside(self._storage, self.items, *asked) if self.items else None
         self.fits = first is not None
         """Whether the budget for host memory holds the state."""
+        self.late = frozenset() if first is None else first.late
+        """Numbers of the items that are copied after `stage` has returned."""
+        self.late_leaves = {self._leaf_of[number]: number for number in self.late}
+        """For each tensor of the state that is copied late, the number of its item."""
+        if first is not None:
+            self._add(first)
         if first is not None or not self.items:
             self._describe(lay_out_image([], 1, 1) if first is None else first.image)
+
+    def _may_be_late(self, view: View, addresses: Mapping[int, bool]) -> tuple[list[int], list[int]]:
+        """Return which items a guard protects, and which of them have to be digested.
+
+        Args:
+            view: The state, walked.
+            addresses: See `late_addresses` of the class.
+        """
+        # Inference tensors have no versions: what can not be checked is not copied late.
+        if self.signature is None or any(map(torch.Tensor.is_inference, [*view.leaves, *view.locals])):
+            return [], []
+        late, digested = [], []
+        at = self.signature.addresses
+        for number, leaf in enumerate(self._leaf_of):
+            if leaf < 0 or at[leaf] not in addresses or not view.locals[leaf].is_cuda:
+                continue
+            # A foreach step changes what lies in a DTensor, and counts up the version of neither.
+            if type(view.leaves[leaf]) is DTensor or addresses[at[leaf]]:
+                item = self.items[number]
+                if not item.verbatim or item.tensor is None or not has_digest(item.tensor):
+                    continue
+                digested.append(number)
+            late.append(number)
+        return late, digested
 
     def _link(self, planner: SavePlanner, state: Mapping[str, Any], view: View) -> None:
         """Find out which tensor of the state each item is, and where each object comes from."""
@@ -292,16 +302,16 @@ class PlannedState:
 
     def _new_residence(self) -> Residence | None:
         """Take memory for one more save, with the same image: the metadata describes that one."""
-        if not self._residences:
-            residence = self._engine.reside(self._storage, self.items, self.late, self._digested)
-        elif len(self._residences) < _MOST_RESIDENCES:
-            residence = self._engine.reside_beside(self._residences[0])
-        else:
+        if len(self._residences) >= _MOST_RESIDENCES:
             return None
+        residence = self._engine.reside_beside(self._residences[0])
         if residence is not None:
-            self._residences.append(residence)
-            self._free.append(residence)
+            self._add(residence)
         return residence
+
+    def _add(self, residence: Residence) -> None:
+        self._residences.append(residence)
+        self._free.append(residence)
 
     def _describe(self, image: Image) -> None:
         """Make what every save's manifest and metadata say; both take long for many items."""
@@ -494,10 +504,6 @@ def places_of(
             if chunk is not None:
                 places.setdefault(fqn, []).append((names[file], nbytes))
     return places
-
-
-def _has_digest(item: Item) -> bool:
-    return item.verbatim and item.tensor is not None and has_digest(item.tensor)
 
 
 def _keys_along(path: Sequence[Any], state: Mapping[str, Any]) -> tuple[Any, ...]:

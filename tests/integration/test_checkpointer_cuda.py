@@ -361,7 +361,7 @@ def test_dtensors_of_any_bytes(checkpointer: Checkpointer, tmp_path: Path) -> No
     assert replays(checkpointer)
     planned = checkpointer._planned
     assert planned is not None
-    assert {planned.fqn(number) for number in planned._digested} == {"even", "transposed", "double"}
+    assert {planned.fqn(number) for number in planned.late} == {"even", "transposed", "double"}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
