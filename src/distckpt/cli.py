@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add(
         "tune",
         _tune,
-        "measure workers, bucket sizes and O_DIRECT on a target, and say which flags to use",
+        "measure workers, bucket sizes and O_DIRECT or parts at once on a target, and say which flags to use",
         "where checkpoints will be saved: a directory that exists, or a URL",
     )
     command.add_argument(
@@ -871,12 +871,14 @@ def _print_tuning(tuning: Tuning) -> None:
         _print_row(
             "trial", trial.stage, trial.workers, trial.bucket_bytes or "auto", _on_or_off(trial.direct_io),
             f"{trial.gib_per_s:.3f}", _seconds(trial.seconds), _seconds(trial.write_seconds),
-            len(trial.seconds),
+            len(trial.seconds), trial.parts_at_once,
         )  # fmt: skip
     for name, samples in tuning.ceilings.items():
         _print_row("ceiling", name, f"{statistics.median(samples):.3f}", len(samples))
     for flag, reason in zip(tuning.flags, tuning.reasons, strict=True):
         _print_row("flag", flag, reason)
+    for (name, value), reason in zip(tuning.options.items(), tuning.option_reasons, strict=True):
+        _print_row("option", name, value, reason)
 
 
 def _draw_tuning(console: Console, tuning: Tuning) -> None:
@@ -884,7 +886,9 @@ def _draw_tuning(console: Console, tuning: Tuning) -> None:
     from rich.text import Text
 
     table = Table("compared", box=None, header_style="bold")
-    for heading in ("workers", "bucket", "O_DIRECT", "GiB/s", "seconds", "writing", "saves"):
+    # Of parts at once there is something to say on S3 alone.
+    parts = ["parts"] if tuning.options else []
+    for heading in ("workers", "bucket", "O_DIRECT", *parts, "GiB/s", "seconds", "writing", "saves"):
         table.add_column(heading, justify="right")
     for trial in tuning.trials:
         bucket = "auto" if trial.bucket_bytes is None else _size(trial.bucket_bytes)
@@ -893,6 +897,7 @@ def _draw_tuning(console: Console, tuning: Tuning) -> None:
             str(trial.workers),
             bucket,
             _on_or_off(trial.direct_io) or "-",
+            *([str(trial.parts_at_once)] if parts else []),
             f"{trial.gib_per_s:.2f}",
             _seconds(trial.seconds),
             _seconds(trial.write_seconds) or "-",
@@ -901,16 +906,32 @@ def _draw_tuning(console: Console, tuning: Tuning) -> None:
     for name, samples in tuning.ceilings.items():
         rate = statistics.median(samples)
         table.add_row(
-            Text(f"plain writes: {name}", "dim"), "", "", "", f"{rate:.2f}", "", "", str(len(samples))
+            Text(f"plain writes: {name}", "dim"),
+            "",
+            "",
+            "",
+            *([""] if parts else []),
+            f"{rate:.2f}",
+            "",
+            "",
+            str(len(samples)),
         )
     console.print(table)
     console.print(
         f"{len(tuning.trials)} settings, saves of {_size(tuning.nbytes)}, {tuning.seconds:.0f} s in all"
     )
     for flag, reason in zip(tuning.flags, tuning.reasons, strict=True):
-        line = Text(flag, "bold green")
-        line.append(f"  {_shown(reason)}", "default")
-        console.print(line, soft_wrap=True)
+        _draw_answer(console, flag, reason)
+    for (name, value), reason in zip(tuning.options.items(), tuning.option_reasons, strict=True):
+        _draw_answer(console, f'storage_options {{"{name}": {value}}}', reason)
+
+
+def _draw_answer(console: Console, answer: str, reason: str) -> None:
+    from rich.text import Text
+
+    line = Text(answer, "bold green")
+    line.append(f"  {_shown(reason)}", "default")
+    console.print(line, soft_wrap=True)
 
 
 def _on_or_off(value: bool | None) -> str | None:

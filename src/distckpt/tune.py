@@ -1,6 +1,6 @@
 """Which settings suit a target: saves of a made-up state, in turn, beside plain writes of the same bytes.
 
-    workers at the default bucket -> bucket sizes -> O_DIRECT
+    workers at the default bucket -> bucket sizes -> O_DIRECT, or on S3 parts at once
 
 Each stage compares one setting and hands its choice to the next: the whole grid would take too long.
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUCKETS",
+    "PARTS",
     "Trial",
     "Tuning",
     "choose",
@@ -79,7 +80,9 @@ available, the default budget, holds another."""
 _MOST_ROUNDS = 7
 _SAVES = 40
 """About how many a whole sweep makes."""
-_SHARES = {"workers": 0.55, "buckets": 0.8, "direct": 1.0}
+PARTS = (2, 8, 16)
+"""Numbers of parts that each worker has under way at once, which are tried beside the default on S3."""
+_SHARES = {"workers": 0.55, "buckets": 0.8, "direct": 1.0, "parts": 1.0}
 """Part of the time that is up at the end of each stage."""
 _SIGMAS = 1.5
 """A standard deviation is about so many median distances."""
@@ -95,13 +98,14 @@ class Trial:
     """One setting of one stage.
 
     Attributes:
-        stage: What is compared: workers, buckets or direct.
+        stage: What is compared: workers, buckets, direct or parts.
         workers: As `dist_ckpt_workers`.
         bucket_bytes: As `ckpt_bucket_bytes`; None is auto.
         direct_io: As `ckpt_direct_io`; None where the target has no O_DIRECT.
         nbytes: Bytes of the state.
         seconds: Of each save, from the call until it was committed.
         write_seconds: Of each save, those in which its files were written and made durable.
+        parts_at_once: As `max_concurrency` among the storage options; None where the target has none.
     """
 
     stage: str
@@ -111,6 +115,7 @@ class Trial:
     nbytes: int
     seconds: list[float]
     write_seconds: list[float] = field(default_factory=list)
+    parts_at_once: int | None = None
 
     @property
     def gib_per_s(self) -> float:
@@ -124,6 +129,8 @@ class Trial:
             return f"{self.workers} worker{'s' * (self.workers > 1)}"
         if self.stage == "buckets":
             return "auto" if self.bucket_bytes is None else f"{self.bucket_bytes // _MIB}MiB"
+        if self.stage == "parts":
+            return f"{self.parts_at_once} at once"
         return "O_DIRECT" if self.direct_io else "page cache"
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,6 +150,8 @@ class Tuning:
         ceilings: GiB/s of each plain write, by its name; empty where the target is no local directory.
         flags: What to use.
         reasons: Why, for each flag.
+        options: What to have among the storage options.
+        option_reasons: Why, for each of them.
     """
 
     path: str
@@ -152,6 +161,8 @@ class Tuning:
     ceilings: dict[str, list[float]]
     flags: list[str]
     reasons: list[str]
+    options: dict[str, int]
+    option_reasons: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in JSON values."""
@@ -190,6 +201,7 @@ _PREFERENCE = {
     "workers": "fewer workers leave memory and cores to the trainer",
     "buckets": "smaller ones take less host memory",
     "direct": "O_DIRECT leaves the page cache to others",
+    "parts": "so it is now",
 }
 
 
@@ -324,6 +336,7 @@ def sweep(
         chosen = run.compare_workers(counts)
         chosen = run.compare_buckets(chosen, sorted(set(buckets)))
         run.compare_direct(chosen)
+        run.compare_parts(chosen)
     return Tuning(
         os.fspath(path),
         run.nbytes,
@@ -332,6 +345,8 @@ def sweep(
         run.ceilings,
         [flag for flag, _ in run.answers],
         [reason for _, reason in run.answers],
+        run.options,
+        run.option_reasons,
     )
 
 
@@ -364,6 +379,8 @@ class _Target:
         storage = open_storage(path, options)
         self.url = storage.url.rstrip("/")
         self.part_bytes = storage.part_bytes(0)
+        self.parts_at_once = storage.in_flight if storage.spec.get("kind") == "s3" else None
+        """Of each worker, where it can be set."""
         self.root = Path(storage.spec["root"]) if storage.spec.get("kind") == "posix" else None
         """Of a local directory."""
         if self.root is None:
@@ -434,6 +451,7 @@ class _Candidate:
         workers: As `dist_ckpt_workers`.
         bucket_bytes: As `ckpt_bucket_bytes`; None is auto.
         direct_io: As `ckpt_direct_io`.
+        parts_at_once: As `max_concurrency` among the storage options; None: as it is.
 
     Raises:
         ConfigError: A setting cannot be honoured here.
@@ -447,19 +465,22 @@ class _Candidate:
         workers: int,
         bucket_bytes: int | None = None,
         direct_io: bool = True,
+        parts_at_once: int | None = None,
     ) -> None:
         self.workers = workers
         self.bucket_bytes = bucket_bytes
         self.direct_io = direct_io
+        self.parts_at_once = parts_at_once or target.parts_at_once
         self.seconds: list[float] = []
         self.write_seconds: list[float] = []
         self.is_cold = True
         """Whether its first save, which reserves memory and starts workers, is still to come."""
         self._target = target
+        options = {} if parts_at_once is None else {"max_concurrency": parts_at_once}
         self._checkpointer = Checkpointer(
             target.place(url),
             participants=_only_this_rank(),
-            storage_options=target.options,
+            storage_options=target.options | options,
             dist_ckpt_workers=workers,
             ckpt_bucket_bytes=bucket_bytes or "auto",
             ckpt_direct_io=direct_io,
@@ -538,6 +559,8 @@ class _Sweep:
         self.ceilings: dict[str, list[float]] = {}
         self.answers: list[tuple[str, str]] = []
         """Flags with their reasons."""
+        self.options: dict[str, int] = {}
+        self.option_reasons: list[str] = []
         self._target = target
         self._place = place
         self._closing = closing
@@ -614,6 +637,27 @@ class _Sweep:
         chosen = self._compare("direct", [incumbent, cached])
         self._answer("--ckpt-direct-io" if chosen.direct_io else "--no-ckpt-direct-io", "direct")
 
+    def compare_parts(self, incumbent: _Candidate) -> None:
+        """Compare numbers of parts that each worker has under way, where it can be told."""
+        usual = self._target.parts_at_once
+        if usual is None:
+            return
+        # What is under way at once must be there.
+        most = self.nbytes // incumbent.workers // (incumbent.bucket_bytes or self._target.part_bytes)
+        numbers = [number for number in PARTS if number != usual and number <= most]
+        if numbers and self._has_time("parts", incumbent, len(numbers)):
+            settings = {"workers": incumbent.workers, "bucket_bytes": incumbent.bucket_bytes}
+            others = [self._open(**settings, parts_at_once=number) for number in numbers]
+            chosen = self._compare("parts", [incumbent, *others])
+            usual = chosen.parts_at_once or usual
+            reason = reason_for([trial for trial in self.trials if trial.stage == "parts"], self.ceilings)
+        elif numbers:
+            reason = f"left as it is: no time left of {self._seconds:g} s"
+        else:
+            reason = f"left as it is: {_size(self.nbytes)} are too few parts"
+        self.options["max_concurrency"] = usual
+        self.option_reasons.append(reason)
+
     def _open(self, **settings: Any) -> _Candidate:
         candidate = _Candidate(self._target, f"{self._place}/{self._num_opened}", **settings)
         self._num_opened += 1
@@ -682,6 +726,7 @@ class _Sweep:
             self.nbytes,
             candidate.seconds,
             candidate.write_seconds,
+            candidate.parts_at_once,
         )
 
     def _deadline(self, stage: str) -> float:

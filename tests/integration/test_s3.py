@@ -504,6 +504,12 @@ def test_as_many_parts_are_sent_at_once_as_asked_for(given: dict[str, int], foun
     assert open_storage("s3://bucket/a", {"anon": True, **given}).in_flight == found
 
 
+@pytest.mark.parametrize("given", [0, -1, "4", 2.5, True])
+def test_no_number_of_parts_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match=rf"s3://bucket/a: max_concurrency: .*at least 1, got {given!r}"):
+        open_storage("s3://bucket/a", {"anon": True, "max_concurrency": given})
+
+
 def test_unfinished_files_are_those_of_this_checkpoint_alone(s3_server: S3Server, s3_url: str) -> None:
     one, other = opened(f"{s3_url}/a", s3_server.options), opened(f"{s3_url}/ab", s3_server.options)
     for storage in (one, other):

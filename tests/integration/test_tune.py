@@ -98,7 +98,7 @@ def test_memory_has_neither_o_direct_nor_ceilings() -> None:
     url = f"memory://{uuid.uuid4().hex}/runs"
     found = sweep(url, nbytes=16 * MIB, seconds=2.0, workers=[1])
     assert [flag.partition(" ")[0] for flag in found.flags] == ["--dist-ckpt-workers", "--ckpt-bucket-bytes"]
-    assert found.ceilings == {}
+    assert (found.ceilings, found.options) == ({}, {})
     assert {each.direct_io for each in found.trials} == {None}
     assert open_storage(url).list() == {}
 
@@ -106,7 +106,7 @@ def test_memory_has_neither_o_direct_nor_ceilings() -> None:
 def test_s3(s3_server: S3Server, s3_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(
         [
-            "tune", s3_url, "--gib", "0.03", "--seconds", "4", "--workers", "1", "--json",
+            "tune", s3_url, "--gib", "0.04", "--seconds", "15", "--workers", "1", "--json",
             "--storage-options", json.dumps(s3_server.options),
         ]
     )  # fmt: skip
@@ -114,8 +114,42 @@ def test_s3(s3_server: S3Server, s3_url: str, capsys: pytest.CaptureFixture[str]
     assert (status, told["exit_status"], told["command"], told["path"]) == (0, 0, "tune", s3_url)
     assert settings_of(told["flags"]).dist_ckpt_workers == 1
     # The usual part has 16 MiB there; of 128 MiB there is nothing to write.
-    assert {each["bucket_bytes"] for each in told["trials"] if each["stage"] == "buckets"} <= {None, 8 * MIB}
+    buckets = {each["bucket_bytes"] for each in told["trials"] if each["stage"] == "buckets"}
+    assert buckets <= {None, 8 * MIB, 32 * MIB}
+    # Nor are there as many parts as 8 or 16.
+    parts = [each["parts_at_once"] for each in told["trials"] if each["stage"] == "parts"]
+    assert set(parts) <= {4, 2}
+    assert {each["parts_at_once"] for each in told["trials"] if each["stage"] == "workers"} == {4}
+    assert told["options"]["max_concurrency"] in {4, 2}
+    assert len(told["option_reasons"]) == 1
+    assert parts or "no time left" in told["option_reasons"][0]
     assert left_below(s3_url, s3_server.options) == []
+
+
+def test_s3_in_a_terminal(
+    s3_server: S3Server, s3_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(cli, "_console", lambda: Console(file=sys.stdout, width=100, markup=False))
+    options = json.dumps(s3_server.options | {"max_concurrency": 3})
+    command = ["tune", s3_url, "--gib", "0.02", "--seconds", "2", "--workers", "1"]
+    assert main([*command, "--storage-options", options]) == 0
+    out = capsys.readouterr().out
+    heading, first = out.splitlines()[:2]
+    assert heading.split()[:5] == ["compared", "workers", "bucket", "O_DIRECT", "parts"]
+    assert first.split()[:5] == ["workers", "1", "auto", "-", "3"]
+    assert '\nstorage_options {"max_concurrency": 3}  left as it is: ' in out
+
+
+def test_parts_at_once_begin_with_what_they_are_set_to(s3_server: S3Server, s3_url: str) -> None:
+    options = s3_server.options | {"max_concurrency": 1}
+    found = sweep(s3_url, nbytes=40 * MIB, seconds=20.0, workers=[1], buckets=(), storage_options=options)
+    assert [each.parts_at_once for each in found.trials if each.stage == "parts"] in ([1, 2], [])
+    assert set(found.options) == {"max_concurrency"}
+    few = sweep(s3_url, nbytes=20 * MIB, seconds=20.0, workers=[1], buckets=(), storage_options=options)
+    assert few.options == {"max_concurrency": 1}
+    assert "too few parts" in few.option_reasons[0]
 
 
 # What ends it.
@@ -180,7 +214,7 @@ def test_lines_of_columns_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows = [line.split("\t") for line in captured.out.splitlines()]
     assert captured.err == ""
     assert rows[0][:4] == ["trial", "workers", "1", "auto"]
-    assert {row[0]: len(row) for row in rows} == {"trial": 9, "ceiling": 4, "flag": 3}
+    assert {row[0]: len(row) for row in rows} == {"trial": 10, "ceiling": 4, "flag": 3}
     assert next(row[1] for row in rows if row[0] == "flag") == "--dist-ckpt-workers 1"
 
 

@@ -96,19 +96,21 @@ def test_labels_say_what_is_compared() -> None:
     assert [label("workers"), label("workers", workers=1)] == ["2 workers", "1 worker"]
     assert [label("buckets"), label("buckets", bucket_bytes=None)] == ["8MiB", "auto"]
     assert [label("direct"), label("direct", direct_io=True)] == ["page cache", "O_DIRECT"]
+    assert label("parts", parts_at_once=8) == "8 at once"
 
 
 def test_a_tuning_is_plain_json() -> None:
-    found = Tuning("/x", GIB, 1.5, [trial(2, 0.5, 0.25)], {"O_DIRECT": [1.0]}, ["--a 1"], ["for b"])
+    trials = [trial(2, 0.5, 0.25)]
+    found = Tuning("/x", GIB, 1.5, trials, {"O_DIRECT": [1.0]}, ["--a 1"], ["for b"], {"c": 2}, ["for d"])
     told = json.loads(json.dumps(found.as_dict()))
     assert told["trials"][0] == {
         "stage": "workers", "workers": 2, "bucket_bytes": None, "direct_io": True, "nbytes": GIB,
-        "seconds": [0.5, 0.25], "write_seconds": [], "gib_per_s": 1 / 0.375,
+        "seconds": [0.5, 0.25], "write_seconds": [], "gib_per_s": 1 / 0.375, "parts_at_once": None,
     }  # fmt: skip
     del told["trials"]
     assert told == {
         "path": "/x", "nbytes": GIB, "seconds": 1.5, "ceilings": {"O_DIRECT": [1.0]}, "flags": ["--a 1"],
-        "reasons": ["for b"],
+        "reasons": ["for b"], "options": {"c": 2}, "option_reasons": ["for d"],
     }  # fmt: skip
 
 

@@ -517,7 +517,14 @@ class S3Storage:
             self._additional.setdefault("RequestPayer", "requester")
         config = self._client.meta.config
         # Parts that are sent at once, as s3fs means it.
-        self.in_flight = max(1, int(options.get("max_concurrency") or type(self).in_flight))
+        in_flight = options.get("max_concurrency")
+        if in_flight is not None:
+            if type(in_flight) is not int or in_flight < 1:
+                raise ConfigError(
+                    f"storage options of {self.url}: max_concurrency: expected an integer of at least 1, "
+                    f"got {in_flight!r}"
+                )
+            self.in_flight = in_flight
         self._attempts = int((config.retries or {}).get("total_max_attempts") or _ATTEMPTS)
         # The configuration of a client does not tell whether it checks types.
         reads = (options.get("config_kwargs") or {}).get("parameter_validation", False)
