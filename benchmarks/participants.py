@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from distckpt.assembly import assemble
+from distckpt.collector import collector_paused
 from distckpt.commit import claim, publish
 from distckpt.coordination import StoreCoordinator
-from distckpt.engine import collector_paused
 from distckpt.manifest import ItemTable, Manifest, read_partials, write_manifest
 from distckpt.meeting import Meeting
 from distckpt.metadata import pickle_metadata

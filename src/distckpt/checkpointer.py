@@ -42,7 +42,7 @@ from distckpt.archive import Archive
 from distckpt.assembly import ReplicasDiffer, StateChanged
 from distckpt.commit import Claim, claim, committed_by, exclusive_of, publish
 from distckpt.config import CheckpointConfig, warn_async_workers
-from distckpt.engine import Engine, Residence, Written
+from distckpt.engine import Engine, Written
 from distckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -61,6 +61,7 @@ from distckpt.ownership import Common, Rules, common_from_json, common_to_json, 
 from distckpt.participants import meet
 from distckpt.planned import PlannedState
 from distckpt.preemption import Preemption
+from distckpt.residence import Residence
 from distckpt.restoring import Restorer
 from distckpt.rng import RngState
 from distckpt.signature import View, local_tensors

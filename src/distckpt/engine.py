@@ -4,7 +4,7 @@
 
 Two ways through host memory. A `Residence` holds the whole image: it is staged in one go, again and again,
 and written while training goes on. Otherwise parts pass through slots, each used again as soon as its part
-was written (waves), so that any state goes through any budget.
+was written (`Waves`), so that any state goes through any budget.
 
 Invariants:
     * Memory of a save is used again only after its lanes have written it, or can no longer touch it.
@@ -18,9 +18,7 @@ Threads: `write` and `write_staged` run one save at a time, on whatever thread c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import gc
 import itertools
 import logging
 import threading
@@ -33,19 +31,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distckpt import observe
-from distckpt.arena import EXTENT_BYTES, PAGE_BYTES, Arena, Range, align, available_memory
+from distckpt.arena import EXTENT_BYTES, PAGE_BYTES, Arena, align, available_memory
+from distckpt.collector import collector_paused
 from distckpt.config import local_ranks
 from distckpt.coordination import ProgressDeadline
-from distckpt.device import DIGEST_WORDS, Transfer, refuse_capture
 from distckpt.errors import StagingError, WorkerDied, WriteError
 from distckpt.formats import Documents, FileFormat, Format, open_format
 from distckpt.image import Image, ImagePart, lay_out_image
 from distckpt.lanes import Lanes, open_lanes
 from distckpt.manifest import IMAGE_NAME, names_name, write_names
-from distckpt.staging import CopyTicket, HostCopy, Item, StagedUse, Stager
+from distckpt.residence import DIGEST_BYTES, Residence, late_copies
+from distckpt.staging import CopyTicket, Item, StagedUse, Stager
 from distckpt.threads import Threads
 from distckpt.watchdog import Standing, Watchdog
-from distckpt.worker import CHECKSUM_BLOCK_BYTES, Board, Job, Part, Plan
+from distckpt.waves import SLOTS_PER_LANE, Waves
+from distckpt.worker import CHECKSUM_BLOCK_BYTES, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -64,13 +64,7 @@ _LONGEST_WAIT_FOR_SLOT_S = 0.008
 _MOST_PATIENCE = 4
 """Where a lane writes several parts at once, and has others before it, it may be so many times as long."""
 _WAIT_FOR_LANE_S = 0.2
-_DIGEST_BYTES = 8 * DIGEST_WORDS
 _ABORT_S = 5.0
-_GROUP_BYTES = 128 << 20
-"""Parts of about this size together are staged in waves before lanes are told."""
-_RESIDENT_GROUP_BYTES = 1 << 30
-"""The same in a residence: a word costs the copy engine about 70 microseconds."""
-_SLOTS_PER_LANE = 4
 _FRAME_BYTES = 2048
 """About what surrounds a tensor in a file, alignment included."""
 _SPARE_PARTS = 4
@@ -78,23 +72,6 @@ _SPARE_PARTS = 4
 _CHANGED_SLOTS = 3
 """For what has changed of a residence, when only that is written; and what describes them."""
 _LARGE_PART_BYTES = 32 << 20
-_PREPARED_BYTES = 128 << 20
-"""Less than this is not worth threads that build it."""
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep the cyclic garbage collector from scanning the heap while many objects, no cycles, are made.
-
-    Source: it takes a third of the processor time of a save of 20,000 tensors.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def budget_bytes(config: CheckpointConfig) -> int:
@@ -126,310 +103,6 @@ class Written:
         """For each file the bytes before its first item; nothing if there are none in any."""
         headers = [len(file.header) for file in self.image.files]
         return headers if any(headers) else []
-
-
-class Residence:
-    """The image of one rank, whole, in host memory; made by `Engine.reside`.
-
-    Args:
-        arena: Where it gets its memory.
-        stager: Fills it.
-        image: What it holds; none of its items is staged yet.
-        plan_id: For the lanes.
-        late: Numbers of the items that `stage` may copy after it returned.
-        digested: Numbers of those of them that have to be the same before and after their copies.
-        timeout_s: Seconds that the wait for memory may take.
-    """
-
-    def __init__(
-        self,
-        arena: Arena,
-        stager: Stager,
-        image: Image,
-        *,
-        plan_id: int,
-        late: Collection[int],
-        digested: Sequence[int],
-        timeout_s: float,
-    ) -> None:
-        self.image = image
-        self.plan_id = plan_id
-        self.plan: Plan | None = None
-        self.is_known_to_lanes = False
-        self.is_lost = False
-        """Whether a lane that could not be stopped may still touch it: it is not used again."""
-        self._arena = arena
-        self._stager = stager
-        self.late = frozenset(late)
-        self.digested = digested
-        self._timeout_s = timeout_s
-        self._ranges: list[Range] = []
-        self._host: list[HostCopy] = []
-        self._early = Transfer(stager.devices)
-        self._main = Transfer(stager.devices)
-        self._keep: Sequence[torch.Tensor | None] = ()
-        self.arrived_s: float | None = None
-        """When everything was first seen to have been copied, by `time.monotonic()`."""
-        self._tag = 0
-        self._board: Board | None = None
-        self._digests: list[ctypes.Array[ctypes.c_char]] = []
-
-    @property
-    def board(self) -> Board:
-        """What lanes and devices tell of it."""
-        assert self._board is not None
-        return self._board
-
-    @property
-    def tag(self) -> int:
-        """Value of the ready words once all has arrived."""
-        return self._tag
-
-    @property
-    def can_restage(self) -> bool:
-        """Whether what lies on devices is copied by captured graphs, if there is any."""
-        return self.plan is not None and all(
-            transfer.is_captured or transfer.is_empty for transfer in (self._early, self._main)
-        )
-
-    @property
-    def copying_since_s(self) -> float | None:
-        """When the copies off devices began, by `time.monotonic()`; None if there are none."""
-        used = (transfer for transfer in (self._early, self._main) if not transfer.is_empty)
-        return min((transfer.began_s for transfer in used), default=None)
-
-    def stage(self, items: Sequence[Item]) -> None:
-        """Copy `items`.
-
-        What the caller gives its current CUDA streams from now on runs after the copies, but for the late
-        ones: those may be changed only after `order_after`.
-
-        Args:
-            items: Those that the image was laid out for: sizes, dtypes, strides and addresses are the same.
-
-        Raises:
-            StagingError: A copy or a reservation failed.
-        """
-        sources = [item.tensor if item.tensor is not None and item.tensor.is_cuda else None for item in items]
-        if self.plan is not None:
-            self._stage_again(dict(enumerate(items)), sources, sources)
-            return
-        self._keep, self.arrived_s = sources, None
-        try:
-            with collector_paused():
-                self._build(items, sources)
-        except BaseException:
-            self._settle()
-            self.release()
-            # The next attempt lays everything out anew.
-            self._host.clear()
-            self._early, self._main = (Transfer(self._stager.devices) for _ in range(2))
-            raise
-
-    def restage(self, host_items: Mapping[int, Item], keep: Sequence[torch.Tensor | None]) -> None:
-        """Copy everything anew by the captured graph; see `stage`.
-
-        Args:
-            host_items: By number, the items that are on no device.
-            keep: Tensors to hold until the copies have ended.
-
-        Raises:
-            StagingError: As for `stage`.
-        """
-        assert self.can_restage
-        self._stage_again(host_items, (), keep)
-
-    def has_arrived(self) -> bool:
-        """Say whether everything was copied; if so, the tensors are let go."""
-        if self._keep and not self.board.is_ready(len(self.image.parts) - 1, self._tag):
-            return False
-        self._keep = ()
-        if self.arrived_s is None:
-            self.arrived_s = time.monotonic()
-        return True
-
-    def renew(self) -> None:
-        """Have what was staged written once more: all has arrived, and no lane is busy with it any more."""
-        self.board.clear()
-        self.board.set_all_ready(self._tag)
-
-    def order_after(self) -> None:
-        """Make what the caller gives its current streams from now on wait for the late copies."""
-        self._main.order_after()
-
-    def changed(self) -> list[int]:
-        """Return which of the digested items were changed before they had been copied; all has arrived."""
-        if not self.digested:
-            return []
-        before, after = (digests.raw for digests in self._digests)
-        if before == after:
-            return []
-        firsts = range(0, len(before), _DIGEST_BYTES)
-        return [
-            number
-            for number, first in zip(self.digested, firsts, strict=True)
-            if before[first : first + _DIGEST_BYTES] != after[first : first + _DIGEST_BYTES]
-        ]
-
-    def check(self) -> None:
-        """Raise the CUDA error that a copy ran into, if it did.
-
-        Raises:
-            StagingError: CUDA reports an error.
-        """
-        self._early.check()
-        self._main.check()
-
-    def release(self) -> None:
-        """Give the memory back; nobody writes it any more."""
-        if not self.has_arrived():
-            self._settle()
-        self._early.forget()
-        self._main.forget()
-        self._keep = ()
-        self._digests = []
-        if self._board is not None:
-            self._board.release()
-            self._board = None
-        ranges, self._ranges = self._ranges, []
-        if not self.is_lost:
-            for taken in ranges:
-                self._arena.release(taken)
-
-    def _stage_again(
-        self,
-        items: Mapping[int, Item],
-        sources: Sequence[torch.Tensor | None],
-        keep: Sequence[torch.Tensor | None],
-    ) -> None:
-        if not (self._early.is_empty and self._main.is_empty):
-            # Before anything is touched: what clears up after a failure asks CUDA.
-            refuse_capture()
-        self._keep, self.arrived_s = keep, None
-        try:
-            self.board.clear()
-            self._stager.refill(items, self._host)
-            if not self._early.is_empty:
-                self._early.launch(sources, caller_waits=True)
-            if self._main.is_empty:
-                self._tag += 1
-                self.board.set_all_ready(self._tag)
-            else:
-                self._main.launch(sources, caller_waits=not self.late)
-                self._tag = self._main.tag
-        except BaseException:
-            self._settle()
-            raise
-
-    def _settle(self) -> None:
-        """After a failure: let go of the tensors, and of the memory if a copy may still write to it."""
-        if not (self._early.settle(_ABORT_S) and self._main.settle(_ABORT_S)):
-            self.is_lost = True
-            self._stager.quarantine(self._ranges)
-        self._keep = ()
-
-    def _build(self, items: Sequence[Item], sources: Sequence[torch.Tensor | None]) -> None:
-        """Reserve, lay out and copy: part by part, as the memory is there."""
-        devices = {source.device for source in sources if source is not None}
-        self._stager.use_devices(devices)
-        parts = self.image.parts
-        total = sum(align(part.nbytes, PAGE_BYTES) for part in parts)
-        num_spans = [len(part.spans) // 2 for part in parts]
-        board_bytes = align(Board.nbytes(num_spans), 8)
-        digest_bytes = _DIGEST_BYTES * len(self.digested)
-        words_bytes = board_bytes + 2 * digest_bytes
-        prepared = self._arena.prepare(
-            self._arena.reserved_bytes - self._arena.unused_bytes + total + align(words_bytes, PAGE_BYTES)
-        )
-        if devices:
-            # Registering memory and launching copies wait for each other in the driver: doing both slab by
-            # slab takes half as long again as one after the other.
-            prepared.result(self._timeout_s)
-        board_range = self._reserve(words_bytes, words_bytes)
-        board_address = self._arena.address(board_range)
-        memory = (ctypes.c_char * board_bytes).from_address(board_address)
-        self._board = Board(memoryview(memory).cast("B"), num_spans)
-        self._board.clear()
-        words = board_address + self._board.ready_offset
-        transfers = (self._early, self._main) if self.late else (self._main, self._main)
-        digests = board_address + board_bytes
-        if self.digested:
-            array = ctypes.c_char * digest_bytes
-            self._digests = [array.from_address(digests + at) for at in (0, digest_bytes)]
-            self._add_digests(self._early, sources, digests)
-        self._main.begin()
-        first = number = filled_bytes = 0
-        while number < len(parts):
-            filled = self._fill_extent(items, number, transfers)
-            number += len(filled)
-            filled_bytes += sum(part.nbytes for part in filled)
-            if filled_bytes >= _RESIDENT_GROUP_BYTES or number == len(parts):
-                if self.digested and number == len(parts):
-                    self._add_digests(self._main, sources, digests + digest_bytes)
-                self._main.add_words(words + 8 * first, number - first)
-                if not self.late:
-                    self._run_group(sources, range(first, number))
-                first, filled_bytes = number, 0
-        if self.late:
-            self._early.launch(sources, caller_waits=True)
-            self._main.run(sources)
-        self._main.end(caller_waits=not self.late)
-        self._tag = self._main.tag
-        self.plan = Plan(
-            self.plan_id,
-            tuple(file.nbytes for file in self.image.files),
-            tuple(
-                Part(part.file, part.low, tuple(part.pieces), tuple(part.spans), part.sealed)
-                for part in parts
-            ),
-            (board_range.slab, board_range.offset),
-        )
-
-    def _add_digests(self, transfer: Transfer, sources: Sequence[torch.Tensor | None], address: int) -> None:
-        first = sources[self.digested[0]]
-        assert first is not None
-        transfer.add_digests(first.device, self.digested, address)
-
-    def _run_group(self, sources: Sequence[torch.Tensor | None], parts: range) -> None:
-        self._main.run(sources)
-        if self._main.is_empty:
-            for part in parts:
-                self.board.set_ready(part, self._main.tag)
-
-    def _fill_extent(
-        self, items: Sequence[Item], first: int, transfers: Sequence[Transfer]
-    ) -> list[ImagePart]:
-        """Lay parts of one file, from number `first` on, where they follow each other in memory too.
-
-        A tensor that lies in several of them is then one copy.
-        """
-        parts = self.image.parts
-        run, nbytes = [parts[first]], parts[first].nbytes
-        for part in parts[first + 1 :]:
-            if part.file != run[0].file or part.low != run[-1].high or nbytes + part.nbytes > EXTENT_BYTES:
-                break
-            run.append(part)
-            nbytes += part.nbytes
-        if nbytes == 0:
-            return run
-        taken = self._reserve(nbytes, run[0].nbytes)
-        while nbytes > taken.nbytes:
-            nbytes -= run.pop().nbytes
-        used = align(nbytes, PAGE_BYTES)
-        if used < taken.nbytes:
-            self._ranges[-1] = Range(taken.slab, taken.offset, used)
-            self._arena.release(Range(taken.slab, taken.offset + used, taken.nbytes - used))
-        file, low = self.image.files[run[0].file], run[0].low
-        address = self._arena.address(taken)
-        self._host += self._stager.fill(items, file, low, run[-1].high, address, transfers, self.late)
-        for part in run:
-            part.pieces = [(taken.slab, taken.offset + part.low - low, part.nbytes)]
-        return run
-
-    def _reserve(self, most: int, least: int) -> Range:
-        taken = self._arena.reserve_some(most, least, timeout_s=self._timeout_s, on_wait=self._stager.collect)
-        self._ranges.append(taken)
-        return taken
 
 
 class Engine:
@@ -558,7 +231,7 @@ class Engine:
         if before_plan:
             return self.arena.prepare(need + self.arena.remainder_bytes(need, max(sizes, default=0)))
         if need > self.arena.budget_bytes:
-            need = _SLOTS_PER_LANE * self.lanes.count * self.part_bytes
+            need = SLOTS_PER_LANE * self.lanes.count * self.part_bytes
         return self.arena.prepare(need)
 
     def stage(
@@ -632,7 +305,7 @@ class Engine:
         Returns:
             The residence, or None if the budget does not hold it: then there is only `write`.
         """
-        late = _late_copies(items, late)
+        late = late_copies(items, late)
         with collector_paused():
             image = self.lay_out(storage, items, late, EXTENT_BYTES)
         digested = sorted(late & set(digested))
@@ -673,7 +346,7 @@ class Engine:
         parts_bytes = sum(align(part.nbytes, PAGE_BYTES) for part in image.parts)
         # What has changed of it passes through slots of its own.
         slots_bytes = _CHANGED_SLOTS * max(largest, self.part_bytes) if self.is_incremental else 0
-        digests_bytes = 2 * _DIGEST_BYTES * len(digested)
+        digests_bytes = 2 * DIGEST_BYTES * len(digested)
         return parts_bytes + digests_bytes + slots_bytes + self._spare_bytes(max(largest, self.part_bytes))
 
     def _spare_bytes(self, part_bytes: int) -> int:
@@ -722,7 +395,16 @@ class Engine:
         with self._turn(storage, rank, tell):
             with observe.span("image.laid_out", save_id=save_id, rank=rank), collector_paused():
                 image = self.lay_out(storage, items, are_documents=are_documents, num_files=num_files)
-            waves = _Waves(self, image, items, storage)
+            waves = Waves(
+                self.arena,
+                self.stager,
+                image,
+                items,
+                storage,
+                plan_id=self._new_plan_id(),
+                num_lanes=self.lanes.count,
+                timeout_s=self.timeout_s,
+            )
             try:
                 with observe.span("memory.awaited", save_id=save_id, rank=rank):
                     waves.open()
@@ -907,271 +589,9 @@ def _each(storage: Storage, call: Callable[..., object], arguments: Sequence[tup
         each_call.result()
 
 
-def _late_copies(items: Sequence[Item], late: Collection[int]) -> frozenset[int]:
-    devices = {item.tensor.device for item in items if item.tensor is not None and item.tensor.is_cuda}
-    # The words that come last tell of one device; on several, none is copied late.
-    if len(devices) != 1:
-        return frozenset()
-    on_device = ((index, items[index].tensor, items[index].nbytes) for index in late)
-    return frozenset(
-        index for index, tensor, nbytes in on_device if nbytes and tensor is not None and tensor.is_cuda
-    )
-
-
 def _call(method: Callable[[], Callable[..., Any] | None], *args: Any) -> Any:
     alive = method()
     return None if alive is None else alive(*args)
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and count of each run of consecutive numbers; `numbers` are sorted."""
-    for _, run in itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0]):
-        members = [number for _, number in run]
-        yield members[0], len(members)
-
-
-class _Order:
-    """Which part of a save is staged next, and in which slot.
-
-    Parts take turns in the slots. Where a slot stays in use for long, the others go on: one write that takes
-    its time must not hold up all lanes. Not in streams, which are written from start to end; and what is
-    sealed comes after everything before it.
-
-    Args:
-        parts: Of the image; those that are staged already need no slot.
-        num_slots: At least 1, unless all are staged.
-        is_stream: Whether files are written from start to end.
-    """
-
-    def __init__(self, parts: Sequence[ImagePart], num_slots: int, *, is_stream: bool) -> None:
-        unstaged = [number for number, part in enumerate(parts) if not part.is_staged]
-        self.slots = {number: at % num_slots for at, number in enumerate(unstaged)}
-        """Index of the slot that each part passes through."""
-        self._parts = parts
-        self._is_stream = is_stream
-        self._queues = [deque(unstaged[slot::num_slots]) for slot in range(num_slots)]
-        # The part that each slot holds.
-        self._users: list[int | None] = [None] * num_slots
-        # The first part that was not taken, and those after it that were.
-        self._next = 0
-        self._ahead: set[int] = set()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every part was taken."""
-        return self._next == len(self._parts)
-
-    def take(self, is_done: Callable[[int], bool]) -> int | None:
-        """Return the part to stage next; None if all were, or as long as no slot is free that could be used.
-
-        Args:
-            is_done: Says whether a part that was taken is written.
-        """
-        if self.is_complete:
-            return None
-        number = self._next
-        if not self._is_free(number, is_done):
-            heads = (queue[0] for queue in self._queues if queue)
-            others = [] if self._is_stream else [each for each in heads if self._parts[each].sealed is None]
-            found = min((each for each in others if self._is_free(each, is_done)), default=None)
-            if found is None:
-                return None
-            number = found
-        slot = self.slots.get(number)
-        if slot is not None:
-            self._users[slot] = self._queues[slot].popleft()
-        self._ahead.add(number)
-        while self._next in self._ahead:
-            self._ahead.remove(self._next)
-            self._next += 1
-        return number
-
-    def _is_free(self, number: int, is_done: Callable[[int], bool]) -> bool:
-        slot = self.slots.get(number)
-        user = None if slot is None else self._users[slot]
-        return user is None or is_done(user)
-
-
-class _Waves:
-    """Slots of host memory that the parts of one save pass through.
-
-    Args:
-        engine: Whose arena and stager.
-        image: What passes through.
-        items: Its items.
-        storage: Where the parts go.
-    """
-
-    def __init__(self, engine: Engine, image: Image, items: Sequence[Item], storage: Storage) -> None:
-        self.image = image
-        self.plan_id = engine._new_plan_id()  # noqa: SLF001 - one room
-        self.is_known_to_lanes = False
-        self.is_lost = False
-        self.tag = 1
-        self.arrived_s = None
-        """See `Residence.arrived_s`; not known here."""
-        self.plan: Plan
-        self.board: Board
-        self._arena = engine.arena
-        self._stager = engine.stager
-        self._timeout_s = engine.timeout_s
-        # While some are written, as many others are filled.
-        self._most_slots = max(_SLOTS_PER_LANE, 2 * storage.in_flight) * engine.lanes.count
-        self._is_stream = storage.is_stream
-        self._items = items
-        self._sources = [
-            item.tensor if item.home is None and item.tensor is not None and item.tensor.is_cuda else None
-            for item in items
-        ]
-        self._transfer = Transfer(engine.stager.devices)
-        self._ranges: list[Range] = []
-        self._slots: list[Range] = []
-        self._order: _Order
-        self._words = 0
-
-    def open(self) -> None:
-        """Reserve the slots, and say which part passes through which."""
-        devices = {source.device for source in self._sources if source is not None}
-        self._stager.use_devices(devices)
-        parts = self.image.parts
-        num_spans = [len(part.spans) // 2 for part in parts]
-        board_bytes = Board.nbytes(num_spans)
-        board_range = self._reserve(board_bytes)
-        address = self._arena.address(board_range)
-        memory = (ctypes.c_char * board_bytes).from_address(address)
-        self.board = Board(memoryview(memory).cast("B"), num_spans)
-        self.board.clear()
-        self._words = address + self.board.ready_offset
-        unstaged = [number for number, part in enumerate(parts) if not part.is_staged]
-        largest = max((parts[number].nbytes for number in unstaged), default=0)
-        self._slots = self._reserve_slots(largest, len(unstaged))
-        self._order = _Order(parts, len(self._slots), is_stream=self._is_stream)
-        for number, slot in self._order.slots.items():
-            taken, part = self._slots[slot], parts[number]
-            part.pieces = [(taken.slab, taken.offset, part.nbytes)]
-        self.plan = Plan(
-            self.plan_id,
-            tuple(file.nbytes for file in self.image.files),
-            tuple(
-                Part(part.file, part.low, tuple(part.pieces), tuple(part.spans), part.sealed)
-                for part in parts
-            ),
-            (board_range.slab, board_range.offset),
-        )
-        self._transfer.begin()
-
-    @property
-    def num_slots(self) -> int:
-        """How many parts it holds at once."""
-        return len(self._slots)
-
-    @property
-    def copying_since_s(self) -> float | None:
-        """See `Residence.copying_since_s`."""
-        return None if self._transfer.is_empty else self._transfer.began_s
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every part was handed on."""
-        return self._order.is_complete
-
-    def stage(self) -> list[int]:
-        """Stage parts whose slots are free, about a group of them; returns which, sorted."""
-        numbers: list[int] = []
-        nbytes = 0
-        parts = self.image.parts
-        with collector_paused():
-            while nbytes < _GROUP_BYTES and (number := self._order.take(self.board.is_done)) is not None:
-                numbers.append(number)
-                slot = self._order.slots.get(number)
-                if slot is None:
-                    continue
-                part = parts[number]
-                self._stager.fill(
-                    self._items,
-                    self.image.files[part.file],
-                    part.low,
-                    part.high,
-                    self._arena.address(self._slots[slot]),
-                    (self._transfer, self._transfer),
-                    # The lanes need the processor.
-                    spread=False,
-                )
-                nbytes += part.nbytes
-            self._stager.await_reads()
-            numbers.sort()
-            if not numbers:
-                return numbers
-            if self._transfer.is_empty:
-                for number in numbers:
-                    self.board.set_ready(number, self.tag)
-            else:
-                for first, count in _runs(numbers):
-                    self._transfer.add_words(self._words + 8 * first, count)
-                self._transfer.run(self._sources)
-        if self.is_complete:
-            self._transfer.end(caller_waits=True)
-        return numbers
-
-    def has_arrived(self) -> bool:
-        """See `Residence.has_arrived`; here the tensors are held until the end."""
-        return self.is_complete
-
-    def check(self) -> None:
-        """See `Residence.check`."""
-        self._transfer.check()
-
-    def release(self) -> None:
-        """Give the memory back; nobody touches it any more."""
-        if self._words:
-            self.board.release()
-            self._words = 0
-        self._transfer.forget()
-        self._sources.clear()
-        ranges, self._ranges = self._ranges, []
-        for taken in ranges:
-            self._arena.release(taken)
-
-    def abandon(self) -> None:
-        """After a failure: give back what neither a copy nor a lane can touch, and let the items go."""
-        with contextlib.suppress(Exception):
-            self._stager.await_reads()
-        if not self._transfer.settle(_ABORT_S):
-            self._stager.quarantine(self._ranges)
-        elif not self.is_lost:
-            self.release()
-        for item in self._items:
-            # The caller's list of them may live in a traceback.
-            item.tensor = None
-        self._sources.clear()
-
-    def _reserve(self, nbytes: int) -> Range:
-        taken = self._arena.reserve(nbytes, timeout_s=self._timeout_s, on_wait=self._stager.collect)
-        self._ranges.append(taken)
-        return taken
-
-    def _reserve_slots(self, nbytes: int, num_parts: int) -> list[Range]:
-        """Reserve as many slots as keep all lanes busy, or as there is memory for; at least one."""
-        if num_parts == 0:
-            return []
-        wanted = min(num_parts, self._most_slots)
-        if wanted * nbytes > _PREPARED_BYTES:
-            # Waits below: for slabs that several threads build at once.
-            self._arena.prepare(self._arena.reserved_bytes - self._arena.unused_bytes + wanted * nbytes)
-        slots = [self._reserve(nbytes)]
-        pause, end = threading.Event(), time.monotonic() + self._timeout_s
-        while len(slots) < wanted:
-            taken = self._arena.try_reserve(nbytes, (wanted - len(slots)) * nbytes)
-            if taken is not None:
-                self._ranges.append(taken)
-                slots.append(taken)
-            elif self._arena.is_building and time.monotonic() < end:
-                # Not by reserving, which waits until there is room: what is being built may be too small for
-                # a slot, and the rest is this save's own.
-                pause.wait(_SHORTEST_WAIT_FOR_SLOT_S)
-            else:
-                break
-        return slots
 
 
 class _Run:
@@ -1184,7 +604,7 @@ class _Run:
         save_id: str,
         rank: int,
         image: Image,
-        memory: Residence | _Waves,
+        memory: Residence | Waves,
         check: Callable[[], None] | None,
     ) -> None:
         self._check = check or (lambda: None)
@@ -1301,7 +721,7 @@ class _Run:
         # Who traces wants to know when the last copy arrived, and not only at the next answer of a lane.
         longest_s = _LONGEST_WAIT_FOR_SLOT_S if self._is_traced else _WAIT_FOR_LANE_S
         longest_pause_s = _LONGEST_WAIT_FOR_SLOT_S
-        if isinstance(memory, _Waves):
+        if isinstance(memory, Waves):
             spare = memory.num_slots // (2 * self._lanes.count)
             longest_pause_s *= max(1, min(self._storage.in_flight, spare, _MOST_PATIENCE))
         while True:

@@ -13,8 +13,8 @@ from distckpt.signature import version_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distckpt.engine import Residence
     from distckpt.planned import PlannedState
+    from distckpt.residence import Residence
     from distckpt.signature import View
 
 __all__ = ["Late", "Milestone", "SaveHandle"]

@@ -40,7 +40,8 @@ from distckpt.storage import can_link
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from distckpt.engine import Engine, Residence, Written
+    from distckpt.engine import Engine, Written
+    from distckpt.residence import Residence
     from distckpt.storage import Storage
 
 __all__ = ["Increment", "Increments", "is_possible"]

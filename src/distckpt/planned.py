@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import DTensor
 
 from distckpt.assembly import assemble, entry_of
+from distckpt.collector import collector_paused
 from distckpt.device import has_digest
-from distckpt.engine import Engine, Residence, Written, collector_paused
+from distckpt.engine import Engine, Written
 from distckpt.errors import CommitError, StagingError
 from distckpt.formats import Frame
 from distckpt.image import lay_out_image
@@ -39,6 +40,7 @@ from distckpt.manifest import ItemTable, Manifest, plan_digest
 from distckpt.metadata import DCP_VERSION, merge_arrays, pickle_metadata
 from distckpt.ownership import Common, Rules, divide
 from distckpt.planner import SavePlanner
+from distckpt.residence import Residence
 from distckpt.signature import Signature, View
 from distckpt.staging import is_raw
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from distckpt.engine import collector_paused
+from distckpt.collector import collector_paused
 from distckpt.plan import WHOLE_BYTES, share
 from distckpt.staging import is_raw, is_verbatim
 

@@ -38,10 +38,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from distckpt import observe
+from distckpt.collector import collector_paused
 from distckpt.commit import Claim, claim, exclusive_of, publish, refuse_part, seen_claim
 from distckpt.config import CheckpointConfig, warn_async_workers
 from distckpt.coordination import Participant
-from distckpt.engine import Engine, budget_bytes, collector_paused
+from distckpt.engine import Engine, budget_bytes
 from distckpt.errors import (
     CheckpointError,
     CommitError,

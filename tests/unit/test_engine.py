@@ -23,14 +23,16 @@ from hypothesis import strategies as st
 
 from distckpt import engine as engine_module
 from distckpt.config import CheckpointConfig
-from distckpt.engine import Engine, Residence, Written, _Order
+from distckpt.engine import Engine, Written
 from distckpt.errors import ConfigError, StagingError, WorkerDied, WriteError
 from distckpt.formats import Frame
 from distckpt.image import ImagePart
 from distckpt.lanes import WorkerLanes
 from distckpt.observe import Event, subscribe
+from distckpt.residence import Residence
 from distckpt.staging import Item
 from distckpt.storage import Storage, open_storage
+from distckpt.waves import Order
 from distckpt.worker import block_spans, checksum
 from slow_writes import hold_first_write
 from unit.tensors import memory_of, payload_of
@@ -225,7 +227,7 @@ def parts_of_a_save(draw: st.DrawFn) -> list[ImagePart]:
 def test_slots_are_taken_again_when_they_are_free(
     parts: list[ImagePart], num_slots: int, is_stream: bool, chance: random.Random
 ) -> None:
-    order = _Order(parts, num_slots, is_stream=is_stream)
+    order = Order(parts, num_slots, is_stream=is_stream)
     done: set[int] = set()
     taken: list[int] = []
     holders: dict[int, int] = {}

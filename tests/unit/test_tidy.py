@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "distckpt"
 LAYERS = [
     ["errors"],
     ["priority", "threads"],
-    ["config", "exitstatus", "observe", "watchdog"],
+    ["collector", "config", "exitstatus", "observe", "watchdog"],
     ["arena", "storage", "trace"],
     ["worker"],
     ["formats", "geometry"],
@@ -28,6 +28,7 @@ LAYERS = [
     ["image", "coordination"],
     ["integrity", "meeting", "preemption"],
     ["commit", "verification", "staging", "lanes", "retention"],
+    ["residence", "waves"],
     ["engine", "mirror"],
     ["metadata", "signature", "planner", "archive", "incremental"],
     ["ownership"],
@@ -42,6 +43,7 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 TORCH_FREE = [
     "errors",
+    "collector",
     "priority",
     "threads",
     "config",

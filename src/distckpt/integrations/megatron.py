@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distckpt.collector import collector_paused
 from distckpt.config import CheckpointConfig
-from distckpt.engine import collector_paused
 from distckpt.errors import CheckpointError, ConfigError, DistckptWarning
 from distckpt.integrations.megatron_fsdp import fsdp_dtensor_state
 from distckpt.integrations.megatron_saver import Claim, Saver
