@@ -12,8 +12,8 @@ Invariants:
     * Saving involves no collective, and no rank that is no participant; `save` waits for no other rank,
       unless `ckpt_when_busy` has it ask the first whether it is skipped.
     * The background thread does nothing for each item, unless saves are incremental, and makes no CUDA call.
-    * A tensor that changed before the guard let it fails its save, and nothing of that is published; one that
-      only foreach steps on DTensors change, if the change was there when the copies had ended.
+    * A tensor that changed before the guard let it fails its save, and nothing of that is published, as far
+      as torch counts changes, or a digest sees them (docs/adr/0014).
 
 Threads: one thread at a time saves, guards and restores; one thread of the checkpointer's own writes.
 """
@@ -446,7 +446,8 @@ class Checkpointer:
         """Surround `optimizer.step()`: parameters and states of `optimizers` change in here alone.
 
         While saves are under way, the current streams wait on the device for what is still being copied.
-        Tensors that belong to an optimizer that was guarded before are copied after `save` returned.
+        Tensors that belong to an optimizer that was guarded before are copied after `save` returned; of
+        DTensors those whose part on this rank has 1 MiB or more.
 
         Args:
             *optimizers: The optimizers that step in here.

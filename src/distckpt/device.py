@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 GATHERED_BYTES = 1 << 20
 """Tensors below this are gathered on the device: a copy of its own costs more host time than it takes."""
 DIGEST_WORDS = 512
-"""As many as keep a device busy: with fewer, torch sums each in two steps, for which it needs memory."""
+"""So many that torch sums each in one step, on an H200 below 512 MiB; two need memory, and more launches."""
 _PACKING_BYTES = 64 << 20
 _LITERAL_BYTES = 16 << 20
 """Literal bytes that a transfer keeps on the device at most; beyond, tensors are copied one by one."""

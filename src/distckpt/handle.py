@@ -132,7 +132,8 @@ class Late:
     """Tensors of a save that may still be copied, and must not change until then."""
 
     def __init__(self, planned: PlannedState, view: View, versions: list[int], residence: Residence) -> None:
-        # What changes a DTensor counts up its version, or that of its part here, or, in a foreach step, none.
+        # What changes a DTensor counts up its version, or that of some view of its part here, or none: then
+        # the digests tell, if the change is there when the copies have ended.
         wrapped = [view.leaves[leaf] for leaf in view.wrapped]
         self._tensors = [*view.locals, *wrapped]
         self._num_leaves, self._wrapped = len(view.locals), view.wrapped

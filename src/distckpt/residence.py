@@ -19,16 +19,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from distckpt.arena import EXTENT_BYTES, PAGE_BYTES, Arena, Range, align
 from distckpt.collector import collector_paused
-from distckpt.device import DIGEST_WORDS, Transfer, refuse_capture
+from distckpt.device import DIGEST_WORDS, Transfer, host_view, refuse_capture
 from distckpt.staging import HostCopy, Item, Stager
 from distckpt.worker import Board, Part, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-
-    import torch
 
     from distckpt.image import Image, ImagePart
 
@@ -82,7 +82,8 @@ class Residence:
         """When everything was first seen to have been copied, by `time.monotonic()`."""
         self._tag = 0
         self._board: Board | None = None
-        self._digests: list[ctypes.Array[ctypes.c_char]] = []
+        self._digests: torch.Tensor | None = None
+        """Those before and those after the copies, in shared memory: a row of words for each."""
 
     @property
     def board(self) -> Board:
@@ -169,17 +170,11 @@ class Residence:
 
     def changed(self) -> list[int]:
         """Return which of the digested items were changed before they had been copied; all has arrived."""
-        if not self.digested:
+        # Megabytes, in every save: not in Python, whose lock the trainer wants.
+        if self._digests is None or torch.equal(self._digests[0], self._digests[1]):
             return []
-        before, after = (digests.raw for digests in self._digests)
-        if before == after:
-            return []
-        firsts = range(0, len(before), DIGEST_BYTES)
-        return [
-            number
-            for number, first in zip(self.digested, firsts, strict=True)
-            if before[first : first + DIGEST_BYTES] != after[first : first + DIGEST_BYTES]
-        ]
+        differ = (self._digests[0] != self._digests[1]).any(dim=1)
+        return [self.digested[at] for at in differ.nonzero().flatten().tolist()]
 
     def check(self) -> None:
         """Raise the CUDA error that a copy ran into, if it did.
@@ -197,7 +192,7 @@ class Residence:
         self._early.forget()
         self._main.forget()
         self._keep = ()
-        self._digests = []
+        self._digests = None
         if self._board is not None:
             self._board.release()
             self._board = None
@@ -264,8 +259,8 @@ class Residence:
         transfers = (self._early, self._main) if self.late else (self._main, self._main)
         digests = board_address + board_bytes
         if self.digested:
-            array = ctypes.c_char * digest_bytes
-            self._digests = [array.from_address(digests + at) for at in (0, digest_bytes)]
+            both = host_view(digests, 2 * digest_bytes).view(torch.int64)
+            self._digests = both.view(2, -1, DIGEST_WORDS)
             self._add_digests(self._early, sources, digests)
         self._main.begin()
         first = number = filled_bytes = 0

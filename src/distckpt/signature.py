@@ -67,7 +67,11 @@ class View:
         self.wrapped: list[int] = []
         """Numbers of those leaves that are DTensors."""
         if DTensor in kinds:
-            self.specs = [(_spec(leaf), leaf.requires_grad) for leaf in self.leaves if type(leaf) is DTensor]
+            self.specs = [
+                (_spec(leaf), leaf.requires_grad, leaf.is_inference())
+                for leaf in self.leaves
+                if type(leaf) is DTensor
+            ]
             self.wrapped = [number for number, leaf in enumerate(self.leaves) if type(leaf) is DTensor]
             self.locals = [_local(leaf) if type(leaf) is DTensor else leaf for leaf in self.leaves]
             self.is_simple = self.is_simple and set(map(type, self.locals)) <= _PLAIN
