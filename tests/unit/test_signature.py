@@ -339,6 +339,16 @@ def test_requires_grad_of_a_dtensor(mesh: DeviceMesh) -> None:
     assert not before.matches(View({"d": tensor}))
 
 
+def test_a_dtensor_that_counts_no_versions(mesh: DeviceMesh) -> None:
+    """One that was made in inference mode, of the same memory."""
+    local = grid()
+    before = Signature(View({"d": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}))
+    with torch.inference_mode():
+        other = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    assert other.is_inference()
+    assert not before.matches(View({"d": other}))
+
+
 def test_the_storage_of_a_dtensor_moves(mesh: DeviceMesh) -> None:
     tensor = DTensor.from_local(grid(), mesh, [Shard(0)], run_check=False)
     before = Signature(View({"d": tensor}))
@@ -357,6 +367,7 @@ def test_what_a_view_finds(mesh: DeviceMesh) -> None:
     assert [id(leaf) for leaf in view.leaves] == [id(plain), id(parameter), id(sharded)]
     assert [id(local) for local in view.locals] == [id(plain), id(parameter), id(sharded._local_tensor)]
     assert [id(tensor) for tensor in local_tensors(state)] == [id(local) for local in view.locals]
+    assert view.wrapped == [2]
     assert view.is_simple
     assert View(state).paths == []
 
