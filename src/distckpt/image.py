@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from distckpt.formats import FileLayout, lay_out
 from distckpt.plan import pack
-from distckpt.worker import ZEROS, block_spans
+from distckpt.worker import ZEROS, Part, Plan, block_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -110,6 +110,24 @@ class Image:
         for number, part in enumerate(self.parts):
             numbers[part.file].append(number)
         return numbers
+
+    @cached_property
+    def num_spans(self) -> list[int]:
+        """Number of checksums of each part, as `Board` wants it."""
+        return [len(part.spans) // 2 for part in self.parts]
+
+    def plan(self, plan_id: int, board: tuple[int, int]) -> Plan:
+        """Return what the lanes are told of it, once each part has its place.
+
+        Args:
+            plan_id: See `worker.Plan`.
+            board: See `worker.Plan`.
+        """
+        parts = (
+            Part(part.file, part.low, tuple(part.pieces), tuple(part.spans), part.sealed)
+            for part in self.parts
+        )
+        return Plan(plan_id, tuple(file.nbytes for file in self.files), tuple(parts), board)
 
     def places(self) -> tuple[list[int], list[int]]:
         """Return the file and the offset of each item, in the order of the items."""

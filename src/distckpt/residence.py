@@ -25,7 +25,7 @@ from distckpt.arena import EXTENT_BYTES, PAGE_BYTES, Arena, Range, align
 from distckpt.collector import collector_paused
 from distckpt.device import DIGEST_WORDS, Transfer, host_view, refuse_capture
 from distckpt.staging import HostCopy, Item, Stager
-from distckpt.worker import Board, Part, Plan
+from distckpt.worker import Board, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -239,8 +239,7 @@ class Residence:
         self._stager.use_devices(devices)
         parts = self.image.parts
         total = sum(align(part.nbytes, PAGE_BYTES) for part in parts)
-        num_spans = [len(part.spans) // 2 for part in parts]
-        board_bytes = align(Board.nbytes(num_spans), 8)
+        board_bytes = align(Board.nbytes(self.image.num_spans), 8)
         digest_bytes = DIGEST_BYTES * len(self.digested)
         words_bytes = board_bytes + 2 * digest_bytes
         prepared = self._arena.prepare(
@@ -253,7 +252,7 @@ class Residence:
         board_range = self._reserve(words_bytes, words_bytes)
         board_address = self._arena.address(board_range)
         memory = (ctypes.c_char * board_bytes).from_address(board_address)
-        self._board = Board(memoryview(memory).cast("B"), num_spans)
+        self._board = Board(memoryview(memory).cast("B"), self.image.num_spans)
         self._board.clear()
         words = board_address + self._board.ready_offset
         transfers = (self._early, self._main) if self.late else (self._main, self._main)
@@ -280,15 +279,7 @@ class Residence:
             self._main.run(sources)
         self._main.end(caller_waits=not self.late)
         self._tag = self._main.tag
-        self.plan = Plan(
-            self.plan_id,
-            tuple(file.nbytes for file in self.image.files),
-            tuple(
-                Part(part.file, part.low, tuple(part.pieces), tuple(part.spans), part.sealed)
-                for part in parts
-            ),
-            (board_range.slab, board_range.offset),
-        )
+        self.plan = self.image.plan(self.plan_id, (board_range.slab, board_range.offset))
 
     def _add_digests(self, transfer: Transfer, sources: Sequence[torch.Tensor | None], address: int) -> None:
         first = sources[self.digested[0]]

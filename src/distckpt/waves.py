@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from distckpt.collector import collector_paused
 from distckpt.device import Transfer
-from distckpt.worker import Board, Part, Plan
+from distckpt.worker import Board, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,12 +98,11 @@ class Waves:
         devices = {source.device for source in self._sources if source is not None}
         self._stager.use_devices(devices)
         parts = self.image.parts
-        num_spans = [len(part.spans) // 2 for part in parts]
-        board_bytes = Board.nbytes(num_spans)
+        board_bytes = Board.nbytes(self.image.num_spans)
         board_range = self._reserve(board_bytes)
         address = self._arena.address(board_range)
         memory = (ctypes.c_char * board_bytes).from_address(address)
-        self.board = Board(memoryview(memory).cast("B"), num_spans)
+        self.board = Board(memoryview(memory).cast("B"), self.image.num_spans)
         self.board.clear()
         self._words = address + self.board.ready_offset
         unstaged = [number for number, part in enumerate(parts) if not part.is_staged]
@@ -113,15 +112,7 @@ class Waves:
         for number, slot in self._order.slots.items():
             taken, part = self._slots[slot], parts[number]
             part.pieces = [(taken.slab, taken.offset, part.nbytes)]
-        self.plan = Plan(
-            self.plan_id,
-            tuple(file.nbytes for file in self.image.files),
-            tuple(
-                Part(part.file, part.low, tuple(part.pieces), tuple(part.spans), part.sealed)
-                for part in parts
-            ),
-            (board_range.slab, board_range.offset),
-        )
+        self.plan = self.image.plan(self.plan_id, (board_range.slab, board_range.offset))
         self._transfer.begin()
 
     @property
