@@ -21,6 +21,7 @@ Threads: one thread at a time saves, guards and restores; one thread of the chec
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 import os
@@ -42,6 +43,7 @@ from distckpt.archive import Archive
 from distckpt.assembly import ReplicasDiffer, StateChanged
 from distckpt.commit import Claim, claim, committed_by, exclusive_of, publish
 from distckpt.config import CheckpointConfig, warn_async_workers
+from distckpt.device import is_capturing
 from distckpt.engine import Engine, Written
 from distckpt.errors import (
     CheckpointError,
@@ -69,6 +71,7 @@ from distckpt.stateful import Gathered, PerRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.optim import Optimizer
     from typing_extensions import Self
@@ -173,8 +176,9 @@ class Checkpointer:
         self._retired: list[PlannedState] = []
         """Plans whose last saves may still be under way."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._guards = 0
-        """How many `guard`s are entered."""
+        self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that have stepped in a CUDA graph: versions do not tell when it is replayed."""
+        self._plans_anew = False
         self._owner_pid = os.getpid()
         self._late: list[Late] = []
         self._failed: set[str] = set()
@@ -441,35 +445,44 @@ class Checkpointer:
         if late is not None:
             self._late = [*(one for one in self._late if not one.is_over), late]
 
-    @contextlib.contextmanager
-    def guard(self, *optimizers: Optimizer) -> Iterator[None]:
-        """Surround `optimizer.step()`: parameters and states of `optimizers` change in here alone.
+    def guard(self, *optimizers: Optimizer) -> AbstractContextManager[None]:
+        """Have parameters and states of `optimizers` copied after `save` has returned, from now on.
 
-        While saves are under way, the current streams wait on the device for what is still being copied.
-        Tensors that belong to an optimizer that was guarded before are copied after `save` returned; of
-        DTensors those whose part on this rank has 1 MiB or more.
+        Before one of these optimizers steps, the current streams wait on the device for what is still being
+        copied. Whatever else changes their parameters and states, does so in a `with` block of this, before
+        which they wait as well. Of DTensors those are copied late whose part on this rank has 1 MiB or more.
 
         Args:
-            *optimizers: The optimizers that step in here.
+            *optimizers: Optimizers of torch, which tell before they step.
+
+        Raises:
+            ConfigError: One does not.
         """
         for optimizer in optimizers:
+            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                raise ConfigError(
+                    f"guard: a {type(optimizer).__name__} does not tell before it steps, as optimizers of "
+                    f"torch.optim do: give guard the optimizer that it wraps"
+                )
             if optimizer not in self._optimizers:
                 self._optimizers.add(optimizer)
-                # Fused steps do not count up the versions of what they change.
-                optimizer.register_step_pre_hook(_refusing(weakref.ref(self)))
+                optimizer.register_step_pre_hook(_before_step(weakref.WeakMethod(self._await_copies)))
                 self._forget_plan()
-        self._let_change()
-        self._guards += 1
-        try:
-            yield
-        finally:
-            self._guards -= 1
+        return self._change()
 
-    def refuse_step(self) -> None:
-        """An optimizer steps outside `guard`: fail the saves whose tensors may still be copied."""
-        if not self._guards:
-            for late in self._late:
-                late.fail("an optimizer stepped")
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        self._let_change()
+        yield
+
+    def _await_copies(self, optimizer: Optimizer) -> None:
+        """Before a step: see `_let_change`."""
+        if is_capturing():
+            # Nothing changes now, but whenever the graph is replayed, of which nobody tells.
+            self._plans_anew |= optimizer not in self._captured
+            self._captured.add(optimizer)
+            return
+        self._let_change()
 
     def _let_change(self) -> None:
         """Let tensors change that are copied late: check them, and order further work after the copies."""
@@ -633,6 +646,7 @@ class Checkpointer:
             planned is not None
             and planned.is_reusable
             and not planned.is_spent
+            and not self._plans_anew
             and planned.signature is not None
             and view.is_simple
             and planned.rules == self._rules()
@@ -641,12 +655,13 @@ class Checkpointer:
         ):
             return planned
         self._forget_plan()
+        self._plans_anew = False
         if versions:
             versions.clear()
         addresses: dict[int, bool] = {}
         for optimizer in self._optimizers:
-            for address, is_in_dtensor in _addresses_of(optimizer):
-                addresses[address] = is_in_dtensor or addresses.get(address, False)
+            for address, is_uncounted in _addresses_of(optimizer, is_captured=optimizer in self._captured):
+                addresses[address] = is_uncounted or addresses.get(address, False)
         self._planned = PlannedState(
             self._engine,
             self._storage,
@@ -1134,30 +1149,27 @@ def _await_arrival(residence: Residence) -> None:
         pause.wait(_POLL_S)
 
 
-def _refusing(reference: weakref.ref[Checkpointer]) -> Callable[..., None]:
-    """Return a hook for steps of an optimizer that a guard has seen."""
+def _before_step(method: Callable[[], Callable[[Optimizer], None] | None]) -> Callable[..., None]:
+    """Return a hook for steps of an optimizer that a guard has seen; it calls what `method` refers to."""
 
-    def before_step(*_: Any) -> None:
-        checkpointer = reference()
-        if checkpointer is not None:
-            checkpointer.refuse_step()
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        await_copies = method()
+        if await_copies is not None:
+            await_copies(optimizer)
 
-    return before_step
-
-
-def _addresses_of(optimizer: Optimizer) -> Iterator[tuple[int, bool]]:
-    """Yield where its parameters and states lie, and whether in a DTensor."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield from _address(parameter)
-    for entry in optimizer.state.values():
-        for value in entry.values():
-            if isinstance(value, torch.Tensor):
-                yield from _address(value)
+    # A compiler might have it run after the step that it saw.
+    disable: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
+    return disable(before_step)
 
 
-def _address(tensor: torch.Tensor) -> Iterator[tuple[int, bool]]:
-    local = getattr(tensor, "_local_tensor", tensor)
-    address = local.data_ptr()
-    if address:
-        yield address, local is not tensor
+def _addresses_of(optimizer: Optimizer, *, is_captured: bool) -> Iterator[tuple[int, bool]]:
+    """Yield where its parameters and states lie, and whether its steps may count up no version there."""
+    # One that may be captured may have been, before a guard saw it.
+    is_captured = is_captured or any(group.get("capturable") for group in optimizer.param_groups)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    states = (value for entry in optimizer.state.values() for value in entry.values())
+    for tensor in itertools.chain(parameters, states):
+        if isinstance(tensor, torch.Tensor):
+            local = getattr(tensor, "_local_tensor", tensor)
+            if address := local.data_ptr():
+                yield address, is_captured or local is not tensor

@@ -29,7 +29,7 @@ import torch
 from distckpt.errors import StagingError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from distckpt.arena import Slab
 
@@ -649,13 +649,19 @@ def _query(event: torch.cuda.Event) -> bool:
         raise StagingError(f"the copy off the device failed: {error}") from error
 
 
+def is_capturing() -> bool:
+    """Say whether the calling thread is capturing a CUDA graph."""
+    is_initialized: Callable[[], bool] = torch.cuda.is_initialized
+    return is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_capture() -> None:
     """Refuse to copy what a CUDA graph that is being captured will compute; it can go on.
 
     Raises:
         StagingError: The calling thread is capturing one.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise StagingError(
             "a state cannot be saved while its thread captures a CUDA graph: nothing has run yet"
         )

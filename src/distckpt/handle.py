@@ -172,16 +172,6 @@ class Late:
         if self.error is not None:
             raise self.error
 
-    def fail(self, what: str) -> None:
-        """Note that the tensors change before they may."""
-        with self._lock:
-            if not self.is_over:
-                self.error = StagingError(
-                    f"{what} after save() and outside guard(optimizer), while parameters or optimizer states "
-                    f"may still be copied: wrap optimizer.step() in guard(optimizer)"
-                )
-                self._end()
-
     def end(self) -> None:
         """Let the tensors go."""
         with self._lock:
@@ -205,6 +195,6 @@ class Late:
 
 def _changed(fqn: str) -> StagingError:
     return StagingError(
-        f"{fqn!r} was changed after save() and before guard() let it: wrap whatever changes parameters or "
-        f"optimizer states in guard(optimizer)"
+        f"{fqn!r} was changed after save() and before guard() let it: whatever changes parameters or "
+        f"optimizer states, but a step of a guarded optimizer, goes into a 'with' block of guard(optimizer)"
     )

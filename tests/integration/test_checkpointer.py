@@ -36,6 +36,7 @@ from distckpt import (
     WriteError,
     observe,
 )
+from distckpt.checkpointer import _addresses_of
 from distckpt.lanes import WorkerLanes
 from integration.checkpoints import (
     WAIT_S,
@@ -1086,6 +1087,123 @@ def test_modes_of_torch(
         entry = FileSystemReader(path_of(tmp_path, step)).read_metadata().state_dict_metadata["model.weight"]
         assert isinstance(entry, TensorStorageMetadata)
         assert entry.properties.requires_grad, step
+
+
+def by_hand(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def by_closure(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step(lambda: 0.0)
+
+
+def by_compiled_code(optimizer: torch.optim.Optimizer) -> None:
+    torch.compile(optimizer.step, backend="eager")()
+
+
+def by_scaler(optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", [by_hand, by_closure, by_compiled_code, by_scaler])
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_before_an_optimizer_steps_that_was_guarded_copies_are_waited_for(
+    checkpointer: Checkpointer,
+    kind: type[torch.optim.AdamW | torch.optim.SGD],
+    settings: dict[str, Any],
+    step: Callable[[torch.optim.Optimizer], None],
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = kind([weight], lr=0.1, **settings)
+    checkpointer.guard(optimizer)
+    found: list[torch.Tensor] = []
+
+    class Copies:
+        is_over = False
+
+        def guard(self) -> None:
+            found.append(weight.detach().clone())
+
+    for _ in range(3):
+        before = weight.detach().clone()
+        checkpointer._late = [Copies()]  # type: ignore[list-item]
+        step(optimizer)
+        assert len(found) == 1
+        assert torch.equal(found.pop(), before)
+        assert not torch.equal(weight, before)
+        assert checkpointer._late == []
+
+
+def test_a_step_that_a_cuda_graph_captures_changes_nothing_yet(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on nothing tells when it is replayed: what it changes is digested, and so planned anew."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    checkpointer.guard(optimizer)
+    checkpointer.save(0, {"w": weight}).result(WAIT_S)
+    plans = [checkpointer._planned]
+    late: list[Any] = [object()]
+    checkpointer._late = late
+    for step in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr("distckpt.checkpointer.is_capturing", lambda: True)
+            optimizer.step()
+        assert checkpointer._late is late
+        assert optimizer in checkpointer._captured
+        checkpointer._late = []
+        checkpointer.save(step, {"w": weight}).result(WAIT_S)
+        plans.append(checkpointer._planned)
+        checkpointer._late = late
+    checkpointer._late = []
+    assert plans[0] is not plans[1]
+    assert plans[1] is plans[2]
+
+
+@pytest.mark.parametrize(
+    ("capturable", "is_captured", "expected"),
+    [(False, False, False), (False, True, True), (True, False, True)],
+)
+def test_whose_steps_may_count_no_versions(*, capturable: bool, is_captured: bool, expected: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], capturable=capturable)
+    moment = optimizer.state[weight]["exp_avg"] = torch.zeros(3)
+    found = list(_addresses_of(optimizer, is_captured=is_captured))
+    assert found == [(weight.data_ptr(), expected), (moment.data_ptr(), expected)]
+
+
+def test_guard_wants_an_optimizer_that_tells_before_it_steps(checkpointer: Checkpointer) -> None:
+    class Wrapper:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight])
+    with pytest.raises(ConfigError, match=r"a Wrapper does not tell before it steps.*that it wraps"):
+        checkpointer.guard(Wrapper(optimizer))  # type: ignore[arg-type]
+    checkpointer.guard(Wrapper(optimizer).optimizer)
+
+
+def test_an_optimizer_outlives_the_checkpointer_that_guarded_it(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([weight])
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.guard(optimizer)
+        optimizer.step()
+    optimizer.step()
+    reference = weakref.ref(checkpointer)
+    del checkpointer
+    gc.collect()
+    assert reference() is None
+    optimizer.step()
+    copy.deepcopy(optimizer).step()
 
 
 def test_inside_a_guard_tensors_of_the_host_may_change_at_once(

@@ -161,7 +161,7 @@ def test_memory_that_is_given_back_and_taken_again(checkpointer: Checkpointer, t
 class Training:
     """A model with buffers, and an optimizer with states; under FSDP2 if there is a process group."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused: bool = False) -> None:
         layers: list[torch.nn.Module] = []
         for width in (7, 64, 1000):
             layers += [
@@ -172,7 +172,7 @@ class Training:
         self.model = torch.nn.Sequential(*layers).cuda()
         if distributed.is_initialized():
             fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=fused)
 
     @property
     def state(self) -> State:
@@ -364,24 +364,57 @@ def test_dtensors_of_any_bytes(checkpointer: Checkpointer, tmp_path: Path) -> No
     assert {planned.fqn(number) for number in planned.late} == {"even", "transposed", "double"}
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_fused_step_outside_the_guard(
-    checkpointer: Checkpointer, kind: type[torch.optim.AdamW | torch.optim.SGD]
-) -> None:
-    """It counts up no version: the optimizer itself tells."""
-    parameters = [torch.nn.Parameter(some(torch.float32, 64, 64)) for _ in range(3)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = kind(parameters, lr=0.1, fused=True)
-    with checkpointer.guard(optimizer):
-        optimizer.step()
-    state = {f"p{number}": parameter.detach() for number, parameter in enumerate(parameters)}
-    with held_back(checkpointer):
-        handle = checkpointer.save(0, state)
-        optimizer.step()
-    with pytest.raises(StagingError, match=r"stepped .*guard"):
+@pytest.mark.usefixtures("group", "slow_copies")
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_outside_a_with_block(checkpointer: Checkpointer, tmp_path: Path, *, fused: bool) -> None:
+    """Fused steps count up no version, but an optimizer that a guard has seen tells before each of them."""
+    training = Training(fused=fused)
+    checkpointer.guard(training.optimizer)
+    for step in range(6):
+        training.forward_and_backward()
+        training.optimizer.step()
+        expected = on_host(training.state)
+        handle = checkpointer.save(step, training.state)
+        training.forward_and_backward()
+        assert step == 0 or not handle.staged
+        training.optimizer.step()
         handle.result(WAIT_S)
-    assert checkpointer.steps() == []
+        assert_same(read_with_torch(path_of(tmp_path, step)), expected, str(step))
+    assert replays(checkpointer)
+
+
+@pytest.mark.usefixtures("slow_copies")
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_step_that_is_replayed(checkpointer: Checkpointer, tmp_path: Path, *, is_seen: bool) -> None:
+    """It counts up no version and calls no hook: without a guard, the save that it spoils fails too."""
+    weight = torch.nn.Parameter(some(torch.float32, 700, 1000))
+    weight.grad = torch.ones_like(weight)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW([weight], capturable=True)
+    if is_seen:
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        checkpointer.guard(optimizer)
+        checkpointer.save(100, {"w": weight}).result(WAIT_S)
+    stream = new_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    checkpointer.guard(optimizer)
+    for step in range(4):
+        expected = on_host({"w": weight})
+        handle = checkpointer.save(2 * step, {"w": weight})
+        assert not handle.staged
+        with checkpointer.guard(optimizer):
+            graph.replay()
+        handle.result(WAIT_S)
+        assert_same(read_with_torch(path_of(tmp_path, 2 * step)), expected)
+        handle = checkpointer.save(2 * step + 1, {"w": weight})
+        graph.replay()
+        with pytest.raises(StagingError, match="'w' was changed"):
+            handle.result(WAIT_S)
 
 
 def test_a_guard_around_every_step_with_saves_at_some(checkpointer: Checkpointer, tmp_path: Path) -> None:
