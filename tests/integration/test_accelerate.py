@@ -160,6 +160,32 @@ def test_order_of_the_data(tmp_path: Path) -> None:
     assert [batch.tolist() for [batch] in loader] == following
 
 
+def test_a_step_of_what_was_prepared_waits_for_the_copies(tmp_path: Path) -> None:
+    loop = Loop()
+    found: list[dict[str, Any]] = []
+
+    class Copies:
+        is_over = False
+
+        def guard(self) -> None:
+            found.append(loop.found())
+
+    with AcceleratorCheckpointer(loop.accelerator, tmp_path) as checkpointer:
+        checkpointer.guard()
+        loop.train(1)
+        before = loop.found()
+        for is_a_step in (True, False):
+            checkpointer._checkpointer._late = [Copies()]  # type: ignore[list-item]
+            if is_a_step:
+                loop.train(1)
+            else:
+                with checkpointer.guard():
+                    assert checkpointer._checkpointer._late == []
+            assert found == [before]
+            found.clear()
+            before = loop.found()
+
+
 def test_engines_of_their_own_are_refused(tmp_path: Path) -> None:
     from accelerate.utils import DistributedType
 

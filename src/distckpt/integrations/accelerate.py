@@ -43,6 +43,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from accelerate import Accelerator
     from torch.nn import Module
@@ -241,6 +242,10 @@ class AcceleratorCheckpointer:
         }
         state = self._parts().state(self._objects(), is_main=self._accelerator.is_main_process)
         return self._checkpointer.save(step, state, metric=metric)
+
+    def guard(self) -> AbstractContextManager[None]:
+        """See `Checkpointer.guard`: of all optimizers that were prepared."""
+        return self._checkpointer.guard(*(prepared.optimizer for prepared in self._accelerator._optimizers))
 
     def restore(self, step: int | str | None = "latest") -> int | None:
         """Restore a step, on all ranks.
