@@ -15,7 +15,8 @@ Invariants:
     * A tensor that changed before the guard let it fails its save, and nothing of that is published, as far
       as torch counts changes, or a digest sees them (docs/adr/0014).
 
-Threads: one thread at a time saves, guards and restores; one thread of the checkpointer's own writes.
+Threads: one thread at a time saves and restores; any guards, such as those of a backward pass in which
+optimizers step; one thread of the checkpointer's own writes.
 """
 
 from __future__ import annotations
@@ -178,9 +179,12 @@ class Checkpointer:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that have stepped in a CUDA graph: versions do not tell when it is replayed."""
-        self._plans_anew = False
+        self._planned_for = 0, 0
+        """How many of both there were when the state was planned: one that is gone guards nothing."""
         self._owner_pid = os.getpid()
         self._late: list[Late] = []
+        """Those whose copies may not have ended."""
+        self._late_lock = threading.Lock()
         self._failed: set[str] = set()
         """Ids of this rank's saves that have failed."""
         self._handles: list[SaveHandle] = []
@@ -234,7 +238,7 @@ class Checkpointer:
         """Save `state` as step `step`.
 
         With `async_save` this returns when the state may change again: CUDA tensors by work on the caller's
-        current streams, those of guarded optimizers within `guard`. The rest happens in the background. A
+        current streams, those of guarded optimizers before these step. The rest happens in the background. A
         state that the budget for host memory does not hold is written before this returns.
 
         Args:
@@ -443,23 +447,27 @@ class Checkpointer:
                 planned.give_back(residence)
             raise
         if late is not None:
-            self._late = [*(one for one in self._late if not one.is_over), late]
+            with self._late_lock:
+                self._late = [*(one for one in self._late if not one.is_over), late]
 
     def guard(self, *optimizers: Optimizer) -> AbstractContextManager[None]:
         """Have parameters and states of `optimizers` copied after `save` has returned, from now on.
 
         Before one of these optimizers steps, the current streams wait on the device for what is still being
         copied. Whatever else changes their parameters and states, does so in a `with` block of this, before
-        which they wait as well. Of DTensors those are copied late whose part on this rank has 1 MiB or more.
+        which they wait as well; the replay of a CUDA graph in which one steps, too. Of DTensors, and of
+        optimizers that step in CUDA graphs, what is smaller than 1 MiB on this rank is not copied late.
 
         Args:
-            *optimizers: Optimizers of torch, which tell before they step.
+            *optimizers: Optimizers of torch whose `step` is called, and not what holds or wraps them; one
+                that is made anew is given anew.
 
         Raises:
-            ConfigError: One does not.
+            ConfigError: One does not tell before it steps.
         """
         for optimizer in optimizers:
-            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            # Not of one that it wraps, to which it hands on what it is asked for.
+            if "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", {}):
                 raise ConfigError(
                     f"guard: a {type(optimizer).__name__} does not tell before it steps, as optimizers of "
                     f"torch.optim do: give guard the optimizer that it wraps"
@@ -478,17 +486,19 @@ class Checkpointer:
     def _await_copies(self, optimizer: Optimizer) -> None:
         """Before a step: see `_let_change`."""
         if is_capturing():
-            # Nothing changes now, but whenever the graph is replayed, of which nobody tells.
-            self._plans_anew |= optimizer not in self._captured
             self._captured.add(optimizer)
-            return
         self._let_change()
 
     def _let_change(self) -> None:
         """Let tensors change that are copied late: check them, and order further work after the copies."""
-        late, self._late = self._late, []
-        for each in late:
-            each.guard()
+        if is_capturing():
+            # Nothing changes now, but whenever the graph is replayed, of which nobody tells.
+            return
+        # Whoever comes while another one is compared may not go on before that either.
+        with self._late_lock:
+            for late in self._late:
+                late.guard()
+            self._late = [late for late in self._late if not late.is_over]
 
     def restore(self, state: dict[str, Any], step: int | str | None = "latest") -> int | None:
         """Load a checkpoint into `state`.
@@ -646,7 +656,7 @@ class Checkpointer:
             planned is not None
             and planned.is_reusable
             and not planned.is_spent
-            and not self._plans_anew
+            and self._planned_for == (len(self._optimizers), len(self._captured))
             and planned.signature is not None
             and view.is_simple
             and planned.rules == self._rules()
@@ -655,7 +665,7 @@ class Checkpointer:
         ):
             return planned
         self._forget_plan()
-        self._plans_anew = False
+        self._planned_for = len(self._optimizers), len(self._captured)
         if versions:
             versions.clear()
         addresses: dict[int, bool] = {}
@@ -724,9 +734,11 @@ class Checkpointer:
         handle._residence = None  # noqa: SLF001 - one room
         if residence is not None:
             _await_arrival(residence)
-            planned.give_back(residence)
         if late is not None:
+            # Before another save has its memory.
             late.end()
+        if residence is not None:
+            planned.give_back(residence)
         if not self._report(handle, error):
             # The next save raises it, in a loop that waits for none.
             self._unheard = handle

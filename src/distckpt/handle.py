@@ -129,7 +129,11 @@ class SaveHandle:
 
 
 class Late:
-    """Tensors of a save that may still be copied, and must not change until then."""
+    """Tensors of a save that may still be copied, and must not change until then.
+
+    Attributes:
+        is_over: Whether the copies have ended.
+    """
 
     def __init__(self, planned: PlannedState, view: View, versions: list[int], residence: Residence) -> None:
         # What changes a DTensor counts up its version, or that of some view of its part here, or none: then
@@ -142,55 +146,56 @@ class Late:
         self._planned = planned
         self._residence = residence
         self._lock = threading.Lock()
-        self.error: StagingError | None = None
+        self._error: StagingError | None = None
         self.is_over = False
 
     def guard(self) -> None:
-        """Check the tensors, and let the caller's streams wait for the copies; they may change after that."""
+        """Check the tensors, if nobody has, and let the caller's streams wait for the copies.
+
+        They may change after that, on these streams: who changes some on another one comes here as well.
+        """
         with self._lock:
             if self.is_over:
                 return
             self._compare(0, len(self._tensors))
-            if not self._residence.has_arrived():
+            self._tensors = []
+            if self._residence.has_arrived():
+                self.is_over = True
+            else:
                 self._residence.order_after()
-            self._end()
 
     def check(self) -> None:
         """Before the save is published: check the tensors, those that no guard has, a few at a time."""
         pause = threading.Event()
         for first in range(0, len(self._versions), _VERSIONS_AT_ONCE):
             with self._lock:
-                if self.is_over:
+                if not self._tensors:
                     break
                 self._compare(first, first + _VERSIONS_AT_ONCE)
             pause.wait(_POLL_S)
-        with self._lock:
-            self._end()
+        self.end()
         changed = self._residence.changed()
-        if self.error is None and changed:
-            self.error = _changed(self._planned.fqn(changed[0]))
-        if self.error is not None:
-            raise self.error
+        if self._error is None and changed:
+            self._error = _changed(self._planned.fqn(changed[0]))
+        if self._error is not None:
+            raise self._error
 
     def end(self) -> None:
-        """Let the tensors go."""
+        """Let the tensors go: the copies have ended, or are no longer of use."""
         with self._lock:
-            self._end()
+            self.is_over = True
+            self._tensors = []
 
     def _compare(self, first: int, end: int) -> None:
         versions = list(map(version_of, self._tensors[first:end]))
-        if versions == self._versions[first:end]:
+        if versions == self._versions[first : first + len(versions)]:
             return
         late = self._planned.late_leaves
         for place, found in enumerate(versions, first):
             leaf = place if place < self._num_leaves else self._wrapped[place - self._num_leaves]
             if found != self._versions[place] and leaf in late:
-                self.error = _changed(self._planned.fqn(late[leaf]))
+                self._error = _changed(self._planned.fqn(late[leaf]))
                 return
-
-    def _end(self) -> None:
-        self.is_over = True
-        self._tensors = []
 
 
 def _changed(fqn: str) -> StagingError:

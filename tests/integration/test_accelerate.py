@@ -169,6 +169,7 @@ def test_a_step_of_what_was_prepared_waits_for_the_copies(tmp_path: Path) -> Non
 
         def guard(self) -> None:
             found.append(loop.found())
+            self.is_over = True
 
     with AcceleratorCheckpointer(loop.accelerator, tmp_path) as checkpointer:
         checkpointer.guard()

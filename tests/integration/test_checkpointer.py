@@ -1128,6 +1128,7 @@ def test_before_an_optimizer_steps_that_was_guarded_copies_are_waited_for(
 
         def guard(self) -> None:
             found.append(weight.detach().clone())
+            self.is_over = True
 
     for _ in range(3):
         before = weight.detach().clone()
@@ -1178,10 +1179,60 @@ def test_whose_steps_may_count_no_versions(*, capturable: bool, is_captured: boo
     assert found == [(weight.data_ptr(), expected), (moment.data_ptr(), expected)]
 
 
+def test_two_threads_that_step_both_wait(checkpointer: Checkpointer) -> None:
+    """As those of a backward pass in which optimizers step: one may not pass while the other compares."""
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]) for _ in range(2)]
+    checkpointer.guard(*optimizers)
+    order: list[str] = []
+    begun = threading.Event()
+
+    class Copies:
+        is_over = False
+
+        def guard(self) -> None:
+            begun.set()
+            time.sleep(0.1)
+            order.append("guard")
+
+    checkpointer._late = [Copies()]  # type: ignore[list-item]
+
+    def step(number: int) -> None:
+        optimizers[number].step()
+        order.append("step")
+
+    first = threading.Thread(target=step, args=(0,))
+    first.start()
+    assert begun.wait(WAIT_S)
+    step(1)
+    first.join()
+    assert order[0] == "guard"
+    assert sorted(order) == ["guard", "guard", "step", "step"]
+
+
+def test_an_optimizer_that_is_gone_guards_nothing(checkpointer: Checkpointer) -> None:
+    """Another one may step its parameters, of which nothing would tell."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizers = [torch.optim.SGD([weight])]
+    checkpointer.guard(optimizers[0])
+    plans = []
+    for step in range(4):
+        if step == 2:
+            optimizers.clear()
+            gc.collect()
+        checkpointer.save(step, {"w": weight}).result(WAIT_S)
+        plans.append(checkpointer._planned)
+    assert plans[0] is plans[1]
+    assert plans[1] is not plans[2]
+    assert plans[2] is plans[3]
+
+
 def test_guard_wants_an_optimizer_that_tells_before_it_steps(checkpointer: Checkpointer) -> None:
     class Wrapper:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.optimizer, name)
 
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight])

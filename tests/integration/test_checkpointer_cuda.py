@@ -384,6 +384,28 @@ def test_a_step_outside_a_with_block(checkpointer: Checkpointer, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("slow_copies")
+def test_steps_on_two_streams_both_wait(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(some(torch.float32, 700, 1000)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizers = [torch.optim.SGD([weight], lr=0.1, fused=True) for weight in weights]
+    checkpointer.guard(*optimizers)
+    state = {f"w{number}": weight for number, weight in enumerate(weights)}
+    streams = [new_stream() for _ in optimizers]
+    for step in range(5):
+        expected = on_host(state)
+        handle = checkpointer.save(step, state)
+        for stream, optimizer in zip(streams, optimizers, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                optimizer.step()
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        handle.result(WAIT_S)
+        assert_same(read_with_torch(path_of(tmp_path, step)), expected, str(step))
+
+
+@pytest.mark.usefixtures("slow_copies")
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_step_that_is_replayed(checkpointer: Checkpointer, tmp_path: Path, *, is_seen: bool) -> None:
     """It counts up no version and calls no hook: without a guard, the save that it spoils fails too."""
