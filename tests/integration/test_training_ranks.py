@@ -233,8 +233,11 @@ def test_training_that_is_killed_resumes_bit_for_bit(
     for rank in range(2):
         assert {step: values for step, values in again[rank].items() if values != losses[rank][step]} == {}
         assert again[rank].keys() == losses[rank].keys()
-    kept = sorted(path.name for path in (killed / "root").iterdir())
-    assert kept == ["latest", f"step-{steps - 4:08}", f"step-{steps:08}"]
+    # A kill between the last file of a checkpoint that is removed and its directory leaves that for a while.
+    kept = {
+        path.relative_to(killed / "root").parts[0] for path in (killed / "root").rglob("*") if path.is_file()
+    }
+    assert kept == {"latest", f"step-{steps - 4:08}", f"step-{steps:08}"}
 
 
 def slow_down(seconds: float) -> Callable[[], object]:
