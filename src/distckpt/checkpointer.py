@@ -459,8 +459,8 @@ class Checkpointer:
         optimizers that step in CUDA graphs, what is smaller than 1 MiB on this rank is not copied late.
 
         Args:
-            *optimizers: Optimizers of torch whose `step` is called, and not what holds or wraps them; one
-                that is made anew is given anew.
+            *optimizers: Optimizers of torch whose `step` is called, and not what holds or wraps them; before
+                a CUDA graph captures one, and again when one is made anew.
 
         Raises:
             ConfigError: One does not tell before it steps.
