@@ -106,7 +106,7 @@ def test_memory_has_neither_o_direct_nor_ceilings() -> None:
 def test_s3(s3_server: S3Server, s3_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(
         [
-            "tune", s3_url, "--gib", "0.04", "--seconds", "15", "--workers", "1", "--json",
+            "tune", s3_url, "--gib", "0.04", "--seconds", "8", "--workers", "1", "--json",
             "--storage-options", json.dumps(s3_server.options),
         ]
     )  # fmt: skip
@@ -144,10 +144,10 @@ def test_s3_in_a_terminal(
 
 def test_parts_at_once_begin_with_what_they_are_set_to(s3_server: S3Server, s3_url: str) -> None:
     options = s3_server.options | {"max_concurrency": 1}
-    found = sweep(s3_url, nbytes=40 * MIB, seconds=20.0, workers=[1], buckets=(), storage_options=options)
+    found = sweep(s3_url, nbytes=40 * MIB, seconds=8.0, workers=[1], buckets=(), storage_options=options)
     assert [each.parts_at_once for each in found.trials if each.stage == "parts"] in ([1, 2], [])
     assert set(found.options) == {"max_concurrency"}
-    few = sweep(s3_url, nbytes=20 * MIB, seconds=20.0, workers=[1], buckets=(), storage_options=options)
+    few = sweep(s3_url, nbytes=20 * MIB, seconds=2.0, workers=[1], buckets=(), storage_options=options)
     assert few.options == {"max_concurrency": 1}
     assert "too few parts" in few.option_reasons[0]
 

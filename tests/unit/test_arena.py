@@ -641,6 +641,8 @@ def test_an_error_of_the_building_reaches_who_waits_for_it(arena: Arena) -> None
     refusal.error = StagingError("not now")
     with pytest.raises(StagingError, match="not now"):
         arena.prepare(BUDGET).result(10)
+    # Another builder may be about to fail for the same reason.
+    wait_until(lambda: not builders())
     # A new preparation is a new try.
     refusal.error = None
     assert arena.prepare(2 * SLAB).result(10) == 2 * SLAB
