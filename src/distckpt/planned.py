@@ -64,7 +64,8 @@ class PlannedState:
         storage: Of the kind that it will be saved to.
         state: The state.
         view: The state, walked with paths.
-        late_addresses: Where the tensors lie that a guard protects, and whether any there is of a DTensor.
+        late_addresses: Where the tensors lie that a guard protects; for each, whether changes may count up no
+            version there.
         file_format: For the manifest.
         rules: By what this rank works out what of it it writes.
         is_incremental: Whether what is written of it is not the same in every save.
