@@ -908,7 +908,10 @@ def test_staged_stays_staged(checkpointer: Checkpointer) -> None:
 
 def test_close_waits_for_saves_that_are_under_way(tmp_path: Path, workers: int) -> None:
     state = {"t": torch.zeros(MIB)}
-    with Checkpointer(tmp_path, async_save=True, dist_ckpt_workers=workers) as checkpointer:
+    # None waits for its turn as long as all are held back.
+    with Checkpointer(
+        tmp_path, async_save=True, dist_ckpt_workers=workers, ckpt_max_in_flight=MANY
+    ) as checkpointer:
         with held_back(checkpointer) as gate:
             handles = []
             for step in range(3):
@@ -1109,7 +1112,7 @@ def by_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("step", [by_hand, by_closure, by_compiled_code, by_scaler])
-@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_before_an_optimizer_steps_that_was_guarded_copies_are_waited_for(
     checkpointer: Checkpointer,
