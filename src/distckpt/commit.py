@@ -123,9 +123,10 @@ class Claim:
         if isinstance(error, WriteError) and error.errno in {errno.ENOENT, errno.EEXIST}:
             try:
                 self.check(storage)
-            except CheckpointError as found:
-                if getattr(found, "is_overtaken", False):
-                    return found
+            except CommitError as overtaken:
+                return overtaken
+            except CheckpointError:
+                pass
         return error
 
     def check(self, storage: Storage) -> None:

@@ -62,6 +62,20 @@ def storage(tmp_path: Path) -> Storage:
     return opened
 
 
+def test_a_failure_is_explained_by_another_save_and_by_nothing_else(storage: Storage) -> None:
+    ours = claim(storage, "a" * 32)
+    gone, full = (WriteError("no", errno=number) for number in (errno.ENOENT, errno.ENOSPC))
+    assert ours.explain(storage, gone) is gone
+    claim(storage, "b" * 32)
+    assert ours.explain(storage, full) is full
+    with pytest.raises(CommitError, match="claimed by another save") as caught:
+        raise ours.explain(storage, gone)
+    assert getattr(caught.value, "is_overtaken", False)
+    # A record that says nothing is no explanation.
+    storage.put(OWNER, b"damaged")
+    assert ours.explain(storage, gone) is gone
+
+
 def pack(checksums: Iterable[int]) -> bytes:
     return b"".join(struct.pack("<I", value) for value in checksums)
 

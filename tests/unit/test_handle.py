@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distckpt.errors import StagingError
@@ -19,17 +17,11 @@ from distckpt.residence import late_copies
 from distckpt.signature import View, version_of
 from distckpt.staging import Item
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 COUNT = 700
 """Of tensors: more than are compared at once."""
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    store = torch._C._distributed_c10d.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    assert distributed.group.WORLD is not None
-    yield DeviceMesh.from_group(distributed.group.WORLD, "cpu")
-    distributed.destroy_process_group()
 
 
 class Planned:

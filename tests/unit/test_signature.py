@@ -5,21 +5,22 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distckpt import Sharded, signature
 from distckpt.sharded import fused
 from distckpt.signature import Signature, View, local_tensors
 from unit.tensors import tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 State = dict[str, Any]
 
@@ -32,15 +33,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     else:
         assert signature.TensorGuards is not None
     return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    store = torch._C._distributed_c10d.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    assert distributed.group.WORLD is not None
-    yield DeviceMesh.from_group(distributed.group.WORLD, "cpu")
-    distributed.destroy_process_group()
 
 
 class Pair(NamedTuple):
