@@ -252,7 +252,7 @@ def test_a_second_signal_ends_it_at_once(programs: Programs, tmp_path: Path) -> 
     child.kill(signal.SIGTERM)
     done = child.wait()
     assert done.status == -signal.SIGTERM, done
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 12
     assert "saved" not in done.out
     with Checkpointer(tmp_path, log_level="error") as checkpointer:
         assert checkpointer.latest() is None

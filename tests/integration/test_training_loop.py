@@ -464,7 +464,7 @@ def test_a_handle_has_milestones(tmp_path: Path) -> None:
             started = time.monotonic()
             with pytest.raises(TimeoutError):
                 handle.committed.result(0.05)
-            assert 0.04 < time.monotonic() - started < 2
+            assert time.monotonic() - started > 0.04
             committed = handle.committed
         committed.result(WAIT_S)
         assert committed, "it tells how things are, not how they were"
@@ -594,12 +594,15 @@ def test_a_save_is_tried_again(
     assert found.unique().tolist() == [3.0], "what was staged by the first attempt"
 
 
-def test_what_another_attempt_would_meet_as_well_is_not_tried_again(tmp_path: Path) -> None:
+def test_what_another_attempt_would_meet_as_well_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "_FIRST_PAUSE_S", 20.0)
     with Checkpointer(tmp_path, async_save=True, ckpt_on_failure="retry") as checkpointer:
         started = time.monotonic()
         with pytest.raises(CheckpointError):
             checkpointer.save(1, {"t": torch.ones(2, device="meta")})
-        assert time.monotonic() - started < 0.8
+        assert time.monotonic() - started < 10
 
 
 def test_saves_that_are_tried_again_keep_their_order_and_their_bytes(

