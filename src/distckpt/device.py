@@ -47,6 +47,7 @@ _PIECE_BYTES = 32 << 20
 _PORTABLE = 1
 """Source: cudaHostRegisterPortable, CUDA runtime API: pinned for every device's context."""
 _POLL_S = 0.0005
+_SETTLE_S = 5.0
 _FIRST_LAUNCHES = 1
 """Launches before a graph is captured: what comes once is not worth it."""
 
@@ -457,12 +458,12 @@ class Transfer:
         for event in self._events:
             _query(event)
 
-    def settle(self, timeout_s: float) -> bool:
+    def settle(self) -> bool:
         """Wait for copies that nobody needs any more; returns whether they have ended."""
         if self._round is not None:
             with contextlib.suppress(RuntimeError, StagingError):
                 self.end(caller_waits=False)
-        deadline, pause = time.monotonic() + timeout_s, threading.Event()
+        deadline, pause = time.monotonic() + _SETTLE_S, threading.Event()
         try:
             while not all(_query(event) for event in self._events):
                 if time.monotonic() > deadline:

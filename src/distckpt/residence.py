@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from distckpt.image import Image, ImagePart
 
 DIGEST_BYTES = 8 * DIGEST_WORDS
-_ABORT_S = 5.0
 _GROUP_BYTES = 1 << 30
 """Parts of about this size together have one word: it costs the copy engine about 70 microseconds."""
 
@@ -228,7 +227,7 @@ class Residence:
 
     def _settle(self) -> None:
         """After a failure: let go of the tensors, and of the memory if a copy may still write to it."""
-        if not (self._early.settle(_ABORT_S) and self._main.settle(_ABORT_S)):
+        if not (self._early.settle() and self._main.settle()):
             self.is_lost = True
             self._stager.quarantine(self._ranges)
         self._keep = ()

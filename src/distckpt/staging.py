@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from distckpt.image import ImageFile
 
 _LOG = logging.getLogger(__name__)
-_SETTLE_S = 5.0
 _LOST_SLABS: list[Slab] = []
 """Slabs to which a copy that nobody waits for any more may write: mapped until the process ends."""
 _MEMMOVE_BYTES = 1 << 20
@@ -605,7 +604,7 @@ class Stager:
                 lease.tensors = [weakref.ref(slot.staged) for slot in slots]
                 staged = build()
         except BaseException:
-            if not transfer.settle(_SETTLE_S):
+            if not transfer.settle():
                 lease.quarantine()
             raise
         keep = [source for source in sources if source is not None]

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from distckpt.storage import Storage
 
 SLOTS_PER_LANE = 4
-_ABORT_S = 5.0
 _GROUP_BYTES = 128 << 20
 """Parts of about this size together are staged before lanes are told."""
 _PREPARED_BYTES = 128 << 20
@@ -191,7 +190,7 @@ class Waves:
         """After a failure: give back what neither a copy nor a lane can touch, and let the items go."""
         with contextlib.suppress(Exception):
             self._stager.await_reads()
-        if not self._transfer.settle(_ABORT_S):
+        if not self._transfer.settle():
             self._stager.quarantine(self._ranges)
         elif not self.is_lost:
             self.release()

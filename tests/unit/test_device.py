@@ -147,7 +147,7 @@ def test_a_transfer_of_nothing_is_over_at_once() -> None:
     for number in range(1, 4):
         transfer.launch([], caller_waits=True)
         assert transfer.tag == number
-        assert transfer.settle(0.0)
+        assert transfer.settle()
     assert not transfer.is_captured
     transfer.order_after()
     transfer.check()
@@ -155,7 +155,7 @@ def test_a_transfer_of_nothing_is_over_at_once() -> None:
     words = (ctypes.c_int64 * 3)(0, 0, 0)
     transfer.add_words(ctypes.addressof(words), 3)
     transfer.run([])
-    assert transfer.settle(0.0), "whatever was begun is ended first"
+    assert transfer.settle(), "whatever was begun is ended first"
     assert list(words) == [0, 0, 0], "where nothing is on a device, who added the words knows"
     transfer.forget()
 
