@@ -6,6 +6,7 @@ its parent, and leaves through the interpreter's normal exit.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -56,6 +57,9 @@ if __name__ == "__main__":
 
     for imported in ("pytest", "distckpt.reader", "distckpt.writer", "faults.checkpoints"):
         importlib.import_module(imported)
+    # Collections in the children would otherwise copy every page that is shared with this process.
+    gc.collect()
+    gc.freeze()
     todo = serve()
     if todo is not None:
         torch.set_num_threads(1)
