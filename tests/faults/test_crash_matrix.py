@@ -47,6 +47,10 @@ FRESH = Setting("dcp", 1, 1, "fresh")
 OVERWRITE = Setting("dcp", 1, 1, "overwrite")
 TWO_RANKS = Setting("dcp", 2, 1, "overwrite")
 STEPS = Setting("checkpointer", 2, 1, "fresh")
+TYPICAL = {
+    "dcp-1x1-fresh", "dcp-1x2-overwrite", "dcp-2x2-overwrite", "checkpointer-2x2-fresh",
+    "checkpointer-2x1-beside",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,8 +90,8 @@ def say(capsys: pytest.CaptureFixture[str], text: str) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        # Two workers on two ranks do all that two ranks do.
-        pytest.param(one, marks=[pytest.mark.thorough] * str(one).endswith("2x1-overwrite"))
+        # These do together what any of the others does.
+        pytest.param(one, marks=[pytest.mark.thorough] * (str(one) not in TYPICAL))
         for one in SETTINGS
     ],
     ids=str,
@@ -148,7 +152,9 @@ def check_recording(recording: Recording) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("setting", [FRESH, OVERWRITE, STEPS], ids=str)
+@pytest.mark.parametrize(
+    "setting", [FRESH, pytest.param(OVERWRITE, marks=pytest.mark.thorough), STEPS], ids=str
+)
 def test_a_save_after_a_crash_and_then_a_power_failure(
     recorded: Record,
     ranks: Programs,

@@ -285,11 +285,11 @@ def fault_of(steps: list[str], error: CheckpointError | None, path: Path, *, rem
 @pytest.mark.parametrize(
     ("kind", "workers", "before"),
     [
-        ("writer", 1, "fresh"),
+        pytest.param("writer", 1, "fresh", marks=pytest.mark.thorough),
         ("writer", 1, "overwrite"),
-        ("writer", 1, "removed"),
+        pytest.param("writer", 1, "removed", marks=pytest.mark.thorough),
         ("async", 2, "overwrite"),
-        ("checkpointer", 1, "fresh"),
+        pytest.param("checkpointer", 1, "fresh", marks=pytest.mark.thorough),
         ("checkpointer", 2, "overwrite"),
         ("checkpointer", 2, "removed"),
     ],
@@ -465,11 +465,16 @@ def save_again_and_resume(job: Job, root: Path, pid: int) -> None:
 
 
 MOMENTS = ["open", "pwritev", "fsync"]
+TYPICAL = {("async", "open"), ("async", "fsync"), ("checkpointer", "pwritev")}
 
 
-@pytest.mark.parametrize("call", MOMENTS)
 @pytest.mark.parametrize(
-    "kind", [pytest.param("writer", marks=pytest.mark.thorough), "async", "checkpointer"]
+    ("kind", "call"),
+    [
+        pytest.param(kind, call, marks=[pytest.mark.thorough] * ((kind, call) not in TYPICAL))
+        for kind in ("writer", "async", "checkpointer")
+        for call in MOMENTS
+    ],
 )
 def test_a_worker_stopped_past_the_deadline(
     open_job: OpenJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, call: str

@@ -61,7 +61,15 @@ with StorageWriter(dist_ckpt_workers=2) as writer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["script", "stdin", "-P", "-I"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        "script",
+        pytest.param("stdin", marks=pytest.mark.thorough),
+        pytest.param("-P", marks=pytest.mark.thorough),
+        "-I",
+    ],
+)
 def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path, start: str) -> None:
     if start == "-P" and sys.version_info < (3, 11):
         pytest.skip("python has -P from 3.11 on")

@@ -215,10 +215,10 @@ def test_whichever_call_of_a_writer_is_refused(
 @pytest.mark.parametrize(
     ("workers", "number", "goes_on", "ops"),
     [
-        pytest.param(1, errno.ENOSPC, False, ALL, id="1-ENOSPC"),
+        pytest.param(1, errno.ENOSPC, False, ALL, id="1-ENOSPC", marks=pytest.mark.thorough),
         pytest.param(1, errno.EIO, True, BUT_STAT, id="1-EIO-since"),
         pytest.param(2, errno.EIO, False, ALL, id="2-EIO"),
-        pytest.param(2, errno.ENOSPC, True, BUT_STAT, id="2-ENOSPC-since"),
+        pytest.param(2, errno.ENOSPC, True, BUT_STAT, id="2-ENOSPC-since", marks=pytest.mark.thorough),
         pytest.param(2, errno.ESTALE, True, ("fsync",), id="2-ESTALE-since"),
     ],
 )

@@ -446,7 +446,9 @@ def save_on_rank(how: str, url: str, options: list[dict[str, Any]], bad: int) ->
         pytest.param(
             2, "sync", FILE | {"count": 1, "hang": "answer"}, id="not answered", marks=pytest.mark.thorough
         ),
-        pytest.param(3, "sync", FILE | {"count": 1, "corrupt": -1}, id="corrupted"),
+        pytest.param(
+            3, "sync", FILE | {"count": 1, "corrupt": -1}, id="corrupted", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_one_rank_of_four_whose_way_to_the_server_is_bad(

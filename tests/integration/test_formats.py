@@ -257,7 +257,10 @@ def large(seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("way", "workers"), [("save", 1), ("save", 3), ("checkpointer", 2)])
+@pytest.mark.parametrize(
+    ("way", "workers"),
+    [pytest.param("save", 1, marks=pytest.mark.thorough), ("save", 3), ("checkpointer", 2)],
+)
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_what_is_larger_than_the_memory(tmp_path: Path, file_format: str, way: str, workers: int) -> None:
     """`Checkpointer` without room for the state writes it in waves as well."""

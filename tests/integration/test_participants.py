@@ -119,10 +119,10 @@ def _state(step: int | None, members: list[int]) -> dict[str, Any]:
     ("moment", "crashing", "async_save"),
     [
         ("before", 1, True),
-        ("before", 3, False),
+        pytest.param("before", 3, False, marks=pytest.mark.thorough),
         ("during", 2, True),
         ("during", 2, False),
-        ("after", 1, False),
+        pytest.param("after", 1, False, marks=pytest.mark.thorough),
         ("after", 3, True),
         pytest.param("before", 1, False, marks=pytest.mark.thorough),
         pytest.param("before", 3, True, marks=pytest.mark.thorough),

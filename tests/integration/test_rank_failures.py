@@ -187,21 +187,23 @@ def fail_and_recover(root: str, fault: str, mode: str, workers: int, culprit: in
     ("fault", "mode", "workers", "culprit", "kind"),
     [
         ("unsaveable_object", "save", 1, 1, "CheckpointError: UnpicklableError"),
-        ("unsaveable_object", "save", 2, 0, "CheckpointError: UnpicklableError"),
-        ("unsaveable_object", "async_save", 1, 1, "StagingError"),
+        pytest.param(
+            "unsaveable_object", "save", 2, 0, "CheckpointError: UnpicklableError", marks=pytest.mark.thorough
+        ),
+        pytest.param("unsaveable_object", "async_save", 1, 1, "StagingError", marks=pytest.mark.thorough),
         ("unsaveable_object", "async_save", 2, 0, "StagingError"),
-        ("over_budget", "async_save", 1, 1, "StagingError"),
+        pytest.param("over_budget", "async_save", 1, 1, "StagingError", marks=pytest.mark.thorough),
         ("over_budget", "async_save", 2, 0, "StagingError"),
         ("planner_error", "save", 1, 1, "CheckpointError: UnpicklableError"),
         ("planner_error", "async_save", 2, 0, "CheckpointError: UnpicklableError"),
         ("path_below_a_file", "save", 1, 1, "WriteError"),
-        ("path_below_a_file", "save", 2, 0, "WriteError"),
-        ("path_below_a_file", "async_save", 1, 0, "WriteError"),
+        pytest.param("path_below_a_file", "save", 2, 0, "WriteError", marks=pytest.mark.thorough),
+        pytest.param("path_below_a_file", "async_save", 1, 0, "WriteError", marks=pytest.mark.thorough),
         ("path_below_a_file", "async_save", 2, 1, "WriteError"),
-        ("file_too_large", "save", 1, 1, "WriteError"),
+        pytest.param("file_too_large", "save", 1, 1, "WriteError", marks=pytest.mark.thorough),
         ("file_too_large", "save", 2, 0, "WriteError"),
         ("file_too_large", "async_save", 1, 0, "WriteError"),
-        ("file_too_large", "async_save", 2, 1, "WriteError"),
+        pytest.param("file_too_large", "async_save", 2, 1, "WriteError", marks=pytest.mark.thorough),
         ("worker_killed", "save", 2, 1, "WorkerDied"),
         ("worker_killed", "async_save", 4, 0, "WorkerDied"),
         ("not_publishable", "save", 1, 0, "WriteError"),
@@ -421,11 +423,11 @@ def save_again(path: str) -> list[str]:
 @pytest.mark.parametrize(
     ("victim", "event", "mode", "workers"),
     [
-        (0, "parts.pushed", "save", 1),
+        pytest.param(0, "parts.pushed", "save", 1, marks=pytest.mark.thorough),
         (0, "rank.written", "async_save", 2),
         (1, "parts.pushed", "async_save", 1),
         (2, "files.written", "save", 2),
-        (2, "rank.written", "save", 1),
+        pytest.param(2, "rank.written", "save", 1, marks=pytest.mark.thorough),
     ],
 )
 def test_old_checkpoint_survives_the_death_of_a_rank(
