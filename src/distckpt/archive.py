@@ -103,6 +103,8 @@ class Archive:
         """Steps of each tier whose directories hold no checkpoint: some servers list those that are gone."""
         self._settled: list[set[int]] = [set() for _ in self._urls]
         """Steps of each tier in whose directories nothing is to be cleared away."""
+        self._pointed: set[int] = set()
+        """Tiers whose file `latest` was written here."""
         self._cleaner: ThreadPoolExecutor | None = None
         self._uploader: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -333,6 +335,10 @@ class Archive:
             text = named.removeprefix(_PREFIX)
             if text.isdecimal() and int(text) > step and self.is_complete(int(text), tier):
                 return
+            if tier not in self._pointed:
+                # What a process that was killed has left of it; one that lives hears that it was overtaken.
+                storage.revoke(LATEST)
+                self._pointed.add(tier)
             storage.put(LATEST, f"{_PREFIX}{step:0{_STEP_DIGITS}}\n".encode())
         except CheckpointError as error:
             _LOG.warning("%s/%s still names what was the latest before: %s", storage.url, LATEST, error)

@@ -273,6 +273,16 @@ def test_steps_that_no_policy_keeps_go(tmp_path: Path) -> None:
         assert_same(read_with_torch(path_of(tmp_path, step)), small(step))
 
 
+def test_what_a_killed_process_was_about_to_name_the_latest_goes(tmp_path: Path) -> None:
+    left = tmp_path / "latest.0123456789abcdef.tmp"
+    left.write_text("step-000")
+    (tmp_path / "latest.mine").touch()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small(1))
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "latest.mine", "step-00000001"}
+    assert latest_of(tmp_path) == "step-00000001\n"
+
+
 def test_a_later_process_goes_by_what_earlier_ones_have_saved(tmp_path: Path) -> None:
     """The metrics, and the times, are those of the checkpoints."""
     metrics = {1: 0.5, 2: 0.1, 3: float("nan"), 4: None, 5: 0.3, 6: float("inf")}
