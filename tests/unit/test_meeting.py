@@ -158,7 +158,7 @@ def test_a_store_that_fails_ends_the_wait_soon() -> None:
     with pytest.raises(CommitError, match="nobody can be heard of") as caught_first:
         first.await_written()
     assert not isinstance(caught_first.value, MissingRanks), "those may be well"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:

@@ -170,7 +170,7 @@ def hand_made(root: str) -> dict[str, Any]:
             except CheckpointError as error:
                 text = str(error)
                 found[f"fails {is_parallel} {wait}"] = "'copy' has no data" in text or text
-        found[f"fails {is_parallel} in time"] = time.monotonic() - started < 5
+        found[f"fails {is_parallel} in time"] = time.monotonic() - started < 20
         path = folder(root, f"after {is_parallel}")
         megatron.save(states.hand_made(9, rank, world), path, strategy)
         found[f"after {is_parallel}"] = load(path) == states.values(_plain(states.hand_made(9, rank, world)))
@@ -258,7 +258,7 @@ def some_save(root: str) -> Any:
         try:
             megatron.save(states.hand_made(0, index, 2), folder(root, "alone"), strategy)
         except CheckpointError as error:
-            found["alone"] = [type(error).__name__, "rank 3" in str(error), time.monotonic() - started < 5]
+            found["alone"] = [type(error).__name__, "rank 3" in str(error), time.monotonic() - started < 20]
         strategy.close()
     return found
 
