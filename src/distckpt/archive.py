@@ -103,8 +103,8 @@ class Archive:
         """Steps of each tier whose directories hold no checkpoint: some servers list those that are gone."""
         self._settled: list[set[int]] = [set() for _ in self._urls]
         """Steps of each tier in whose directories nothing is to be cleared away."""
-        self._pointed: set[int] = set()
-        """Tiers whose file `latest` was written here."""
+        self._has_cleared: set[int] = set()
+        """Tiers without what an earlier process may have left of the file `latest`."""
         self._cleaner: ThreadPoolExecutor | None = None
         self._uploader: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -335,20 +335,22 @@ class Archive:
             text = named.removeprefix(_PREFIX)
             if text.isdecimal() and int(text) > step and self.is_complete(int(text), tier):
                 return
-            if tier not in self._pointed:
-                # What a process that was killed has left of it; one that lives hears that it was overtaken.
-                storage.revoke(LATEST)
-                self._pointed.add(tier)
             storage.put(LATEST, f"{_PREFIX}{step:0{_STEP_DIGITS}}\n".encode())
         except CheckpointError as error:
             _LOG.warning("%s/%s still names what was the latest before: %s", storage.url, LATEST, error)
 
     def _reclaim(self, tier: int, committed: int, save_id: str, failed: Collection[str]) -> None:
-        """Remove what is left of earlier steps that were never completed, be it by a process before this."""
+        """Remove what is left of earlier steps that were never completed, be it by a process before this.
+
+        And of a file `latest` that one was about to replace when it was killed; if it lives, it hears so.
+        """
         settled = self._settled[tier]
         settled.add(committed)
         under_way = set(self._under_way())
         try:
+            if tier not in self._has_cleared:
+                self._open_tier(tier).revoke(LATEST)
+                self._has_cleared.add(tier)
             steps = self._directories(tier)
             if tier:
                 # To be uploaded yet, perhaps; what is not local any more will not be.
