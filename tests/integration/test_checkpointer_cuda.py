@@ -281,6 +281,9 @@ def test_a_change_before_the_guard(
 ) -> None:
     training = Training()
     training.forward_and_backward()
+    with torch.no_grad():
+        # Kernels are loaded when they are first launched, and the device then waits for the copies.
+        change(training.model.get_parameter("6.weight"))
     with checkpointer.guard(training.optimizer):
         training.optimizer.step()
     for step in range(earlier):
