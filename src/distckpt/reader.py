@@ -16,6 +16,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -29,7 +30,7 @@ from distckpt.formats import format_of
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import metadata_name
 from distckpt.metadata import unpickle_metadata
-from distckpt.storage import Storage, open_storage, reopen_storage
+from distckpt.storage import Storage, fill, open_storage, reopen_storage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
@@ -82,27 +83,32 @@ def _is_remote(storage: Storage) -> bool:
     return storage.is_stream or storage.part_bytes(0) > 0
 
 
-def _read_range(storage: Storage, file: str, start: int, nbytes: int, timeout_s: float) -> bytearray | None:
+def _read_range(storage: Storage, file: str, start: int, nbytes: int, timeout_s: float) -> memoryview | None:
     """Return bytes of a file, as `Storage.read`; many of a remote one by several requests at once."""
+    try:
+        # Not zeroed, and in huge pages: a bytearray costs as much processor time as reading into it.
+        whole = np.empty(nbytes, np.uint8).data
+    except (MemoryError, OverflowError, ValueError):
+        # As many as there cannot be: the storage knows how many there are.
+        data = storage.read(file, start, nbytes)
+        return None if data is None else memoryview(data)
     if nbytes <= _RANGE_BYTES or not _is_remote(storage):
-        return storage.read(file, start, nbytes)
+        found = fill(storage, file, start, whole)
+        return None if found is None else whole[:found]
 
     def read(offset: int) -> bool:
-        size = min(_RANGE_BYTES, nbytes - offset)
         # One thread at a time for each object; opening one asks nothing of the storage.
-        data = reopen_storage(storage.spec, timeout_s=timeout_s).read(file, start + offset, size)
-        if data is None or len(data) < size:
-            return False
-        with memoryview(whole) as view:
-            view[offset : offset + size] = data
-        return True
+        own = reopen_storage(storage.spec, timeout_s=timeout_s)
+        part = whole[offset : offset + _RANGE_BYTES]
+        return fill(own, file, start + offset, part) == len(part)
 
-    whole = bytearray(nbytes)
     offsets = range(0, nbytes, _RANGE_BYTES)
     with ThreadPoolExecutor(min(_MOST_REQUESTS, len(offsets)), "distckpt-range") as pool:
-        are_whole = list(pool.map(read, offsets))
+        if all(list(pool.map(read, offsets))):
+            return whole
     # Where it ends, or that it is not there, one request tells.
-    return whole if all(are_whole) else storage.read(file, start, nbytes)
+    found = fill(storage, file, start, whole)
+    return None if found is None else whole[:found]
 
 
 class _DamagedMetadata(Metadata):
@@ -369,7 +375,7 @@ class StorageReader(TorchStorageReader):
         file, start, end = run[0].relative_path, run[0].offset, run[-1].offset + run[-1].length
         whole = _read_range(storage, file, start, end - start, self._timeout_s)
         items: list[memoryview] = []
-        read = memoryview(whole or b"")
+        read = memoryview(b"") if whole is None else whole
         for info in run:
             fqn = requests[file, info.offset][0].storage_index.fqn
             if getattr(info, "transform_descriptors", None):

@@ -598,6 +598,19 @@ def test_items_in_a_file_outside_are_not_read(tmp_path: Path) -> None:
         assert "does not lie within" in str(error)
 
 
+@pytest.mark.parametrize("nbytes", [-1, 1 << 30, 1 << 60, 1 << 64])
+def test_an_item_that_is_longer_than_its_file_or_than_memory_is_damage(tmp_path: Path, nbytes: int) -> None:
+    folder, state = tmp_path / "checkpoint", state_of(1, 16 * KIB)
+    save_with_torch(folder, state)
+    parsed = pickle.loads((folder / METADATA).read_bytes())
+    index, info = next(iter(parsed.storage_data.items()))
+    parsed.storage_data[index] = _StorageInfo(info.relative_path, info.offset, nbytes)
+    (folder / METADATA).write_bytes(pickle.dumps(parsed))
+    error = error_of(lambda: load(folder, state))
+    assert isinstance(error, IntegrityError)
+    assert f"of {nbytes} bytes" in str(error)
+
+
 def link_records(folder: Path, outside: Path, committed: Committed) -> None:
     shutil.copytree(folder / ".distckpt", outside, dirs_exist_ok=True)
     shutil.rmtree(folder / ".distckpt")

@@ -190,6 +190,28 @@ class Storage(Protocol):
 
 
 @runtime_checkable
+class Filling(Protocol):
+    """A storage that can read straight into memory of the caller's; see `fill`."""
+
+    def fill(self, name: str, offset: int, target: memoryview) -> int | None:
+        """Read the bytes of a file from `offset` into `target`; None if the file is absent.
+
+        Returns:
+            How many: as many as fit, fewer where the file ends. What follows them in `target` is undefined.
+        """
+
+
+def fill(storage: Storage, name: str, offset: int, target: memoryview) -> int | None:
+    """Do what `Filling.fill` does, with whatever storage."""
+    if isinstance(storage, Filling):
+        return storage.fill(name, offset, target)
+    data = storage.read(name, offset, len(target))
+    if data is not None:
+        target[: len(data)] = data
+    return None if data is None else len(data)
+
+
+@runtime_checkable
 class Linking(Protocol):
     """A storage that can have one file in two checkpoints; see `can_link`."""
 

@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distckpt.errors import WriteError
+from distckpt.storage import fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,6 +121,10 @@ class Bounded:
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
         """See `Storage.read`."""
         return self._call("read", name, self._storage.read, name, offset, nbytes)
+
+    def fill(self, name: str, offset: int, target: memoryview) -> int | None:
+        """See `Filling.fill`; a call that was given up may go on to write to `target`."""
+        return self._call("read", name, fill, self._storage, name, offset, target)
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """See `Storage.list`."""

@@ -33,7 +33,7 @@ import pytest
 from crc32c import crc32c
 
 from distckpt.errors import IntegrityError, WriteError
-from distckpt.storage import SHARED_NAME, Storage, reopen_storage
+from distckpt.storage import SHARED_NAME, Storage, fill, reopen_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +53,19 @@ _CLOCK_S = 600.0
 def _bytes_of(storage: Storage, name: str, offset: int = 0, nbytes: int | None = None) -> bytes | None:
     data = storage.read(name, offset, nbytes)
     assert data is None or isinstance(data, bytearray)
+    if nbytes is not None:
+        _check_fill(storage, name, offset, nbytes, data)
     return None if data is None else bytes(data)
+
+
+def _check_fill(storage: Storage, name: str, offset: int, nbytes: int, data: bytearray | None) -> None:
+    """Read the same bytes into memory of our own."""
+    memory = bytearray(b"?" * (nbytes + 2))
+    with memoryview(memory) as view, view[1:-1] as target:
+        found = fill(storage, name, offset, target)
+    assert found == (None if data is None else len(data))
+    assert data is None or memory[1 : 1 + len(data)] == data
+    assert (memory[0], memory[-1]) == (ord("?"), ord("?")), "written where nobody asked for it"
 
 
 def _parts(storage: Storage, data: bytes) -> list[tuple[int, bytes]]:
@@ -497,7 +509,7 @@ class StorageContract:
         storage.put("file", b"")
         for name in ("absent", "folder/file", "file/below"):
             for offset, nbytes in ((0, None), (0, 0), (0, 5), (3, None), (3, 5)):
-                assert storage.read(name, offset, nbytes) is None, (name, offset, nbytes)
+                assert _bytes_of(storage, name, offset, nbytes) is None, (name, offset, nbytes)
         assert storage.list("folder/") == {}
 
     def test_list_names_files_with_sizes_and_directories(self, storage: Storage) -> None:
@@ -569,6 +581,7 @@ class StorageContract:
         storage.prepare()
         calls: builtins.list[Callable[[], object]] = [
             lambda: storage.read(name),
+            lambda: fill(storage, name, 0, memoryview(bytearray(1))),
             lambda: storage.put(name, b"data"),
             lambda: storage.delete(name),
             lambda: storage.create_image(name, 1),

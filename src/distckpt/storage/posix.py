@@ -232,6 +232,31 @@ def _open_to_read(path: str, _: int) -> int:
     return os.open(path, _READ_FILE)
 
 
+def _with_file(path: str, offset: int, call: Callable[[int, int], _T]) -> _T:
+    """Return what `call` returns of the descriptor of a file and of how many bytes it has from `offset` on.
+
+    Raises:
+        OSError: It cannot be opened or read.
+        WriteError: It is no file.
+    """
+    with open(path, "rb", buffering=0, opener=_open_to_read) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            _fail(OSError(errno.EINVAL, "not a regular file"), path, "cannot read what is no file:")
+        return call(file.fileno(), max(0, status.st_size - offset))
+
+
+def _read_into(fd: int, target: memoryview, offset: int) -> int:
+    """Fill `target` from `offset` on; returns how many bytes there were."""
+    done = 0
+    while done < len(target):
+        got = os.preadv(fd, [target[done:]], offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
 def _rename_new(source: str, target: str) -> bool:
     """Give a file its name, unless there is one of that name with the same bytes: another rank has the same.
 
@@ -472,34 +497,36 @@ class PosixStorage:
         Raises:
             WriteError: The file cannot be read, or is no file.
         """
+
+        def read(fd: int, left: int) -> bytearray:
+            # No more than there is, whatever was asked for: what asks may have been read from a file.
+            data = bytearray(left if nbytes is None else max(0, min(nbytes, left)))
+            with memoryview(data) as view:
+                done = _read_into(fd, view, offset)
+            del data[done:]
+            return data
+
+        return self._reading(name, offset, read)
+
+    def fill(self, name: str, offset: int, target: memoryview) -> int | None:
+        """See `Filling.fill`.
+
+        Raises:
+            WriteError: As for `read`.
+        """
+        return self._reading(name, offset, lambda fd, left: _read_into(fd, target[:left], offset))
+
+    def _reading(self, name: str, offset: int, call: Callable[[int, int], _T]) -> _T | None:
+        """Return what `call` returns of a file, as `_with_file` tells; None if it is absent."""
         path = self._path(name)
         try:
-            return self._look_twice(name, lambda: self._read(path, offset, nbytes))
+            return self._look_twice(name, lambda: _with_file(path, offset, call))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except MemoryError:
             _fail(OSError(errno.ENOMEM, "too large"), path, "cannot read", offset)
         except OSError as error:
             _fail(error, path, "cannot read", offset)
-
-    def _read(self, path: str, offset: int, nbytes: int | None) -> bytearray:
-        with open(path, "rb", buffering=0, opener=_open_to_read) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                _fail(OSError(errno.EINVAL, "not a regular file"), path, "cannot read what is no file:")
-            # No more than there is, whatever was asked for: what asks may have been read from a file.
-            left = max(0, status.st_size - offset)
-            left = left if nbytes is None else max(0, min(nbytes, left))
-            data = bytearray(left)
-            done = 0
-            with memoryview(data) as view:
-                while done < left:
-                    got = os.preadv(file.fileno(), [view[done:]], offset + done)
-                    if got == 0:
-                        break
-                    done += got
-        del data[done:]
-        return data
 
     def _look_twice(self, name: str, call: Callable[[], _T]) -> _T:
         """Return what `call` returns, which looks at `name`: an NFS client may remember what is outdated.

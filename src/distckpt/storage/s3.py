@@ -35,7 +35,7 @@ import ssl
 import threading
 import time
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import crc32c
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from distckpt.storage import Receipt, Storage, StorageSpec
+
+_Room = TypeVar("_Room", bytearray, memoryview)
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -694,9 +696,20 @@ class S3Storage:
         """
         if nbytes is not None and nbytes <= 0:
             # Not by HEAD, whose answer does not tell whether it is the bucket that is missing.
-            data = self._read(name, offset, 1)
+            data = self._read(name, offset, 1, bytearray)
             return None if data is None else bytearray()
-        return self._read(name, offset, nbytes)
+        return self._read(name, offset, nbytes, bytearray)
+
+    def fill(self, name: str, offset: int, target: memoryview) -> int | None:
+        """See `Filling.fill`.
+
+        Raises:
+            WriteError: As for `read`.
+        """
+        if not target:
+            return None if self.read(name, offset, 0) is None else 0
+        data = self._read(name, offset, len(target), lambda nbytes: target[:nbytes])
+        return None if data is None else len(data)
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """See `Storage.list`."""
@@ -918,8 +931,15 @@ class S3Storage:
             )
         return found
 
-    def _read(self, name: str, offset: int, nbytes: int | None) -> bytearray | None:
-        whole: bytearray | None = None
+    def _read(
+        self, name: str, offset: int, nbytes: int | None, make_room: Callable[[int], _Room]
+    ) -> _Room | None:
+        """Return bytes of an object, in what `make_room` returns for so many; None if it is absent.
+
+        Raises:
+            WriteError: The server refuses, or breaks off again and again.
+        """
+        whole: _Room | None = None
         tag, done, attempt = None, 0, 0
         while True:
             answer = self._get(name, offset + done, None if nbytes is None else nbytes - done)
@@ -933,7 +953,7 @@ class S3Storage:
             if whole is None:
                 tag = answer.get("ETag")
                 try:
-                    whole = bytearray(_length_of(answer))
+                    whole = make_room(_length_of(answer))
                 except MemoryError as error:
                     _close_body(answer)
                     self._fail(error, "cannot read", name, offset)
@@ -965,7 +985,8 @@ class S3Storage:
             if _status_of(error) == 404 and _code_of(error) != "NoSuchBucket":
                 return None
             self._fail(error, "cannot read", name, offset)
-        if "Range" in params and not answer.get("ContentRange", "").startswith(f"bytes {offset}-"):
+        is_another = "Range" in params and not answer.get("ContentRange", "").startswith(f"bytes {offset}-")
+        if is_another or (nbytes is not None and _length_of(answer) > nbytes):
             _close_body(answer)
             path = self._path(name)
             raise WriteError(
@@ -1064,7 +1085,7 @@ def _close_body(answer: dict[str, Any]) -> None:
         answer["Body"].close()
 
 
-def _received(answer: dict[str, Any], whole: bytearray, start: int) -> Iterator[int]:
+def _received(answer: dict[str, Any], whole: bytearray | memoryview, start: int) -> Iterator[int]:
     """Receive a body into the end of `whole`, from `start`; yields how many bytes arrived each time.
 
     Raises:

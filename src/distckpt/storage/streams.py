@@ -414,6 +414,22 @@ class FsspecStorage:
         Raises:
             WriteError: The file cannot be read.
         """
+        data = self._read(name, offset, nbytes)
+        return None if data is None else bytearray(data)
+
+    def fill(self, name: str, offset: int, target: memoryview) -> int | None:
+        """See `Filling.fill`.
+
+        Raises:
+            WriteError: As for `read`.
+        """
+        data = self._read(name, offset, len(target))
+        if data is None:
+            return None
+        target[: len(data)] = data
+        return len(data)
+
+    def _read(self, name: str, offset: int, nbytes: int | None) -> bytes | None:
         path, url = self._path(name), self._url(name)
         size: int | None = None
         if nbytes == 0 or (offset and nbytes is None):
@@ -421,13 +437,14 @@ class FsspecStorage:
             if size is None:
                 return None
             if nbytes == 0 or offset >= size:
-                return bytearray()
+                return b""
             nbytes = size - offset
         # Both ends or none: obstore takes no other.
         ends = {} if nbytes is None else {"start": offset, "end": offset + nbytes}
         try:
             with _mapped(url, "cannot read", offset):
-                return bytearray(self._fs.cat_file(path, **ends))
+                data: bytes = self._fs.cat_file(path, **ends)
+                return data
         except WriteError as error:
             if _is_absence(error):
                 return None
@@ -437,7 +454,7 @@ class FsspecStorage:
                 if size is None:
                     return None
                 if offset >= size:
-                    return bytearray()
+                    return b""
             raise
 
     def list(self, prefix: str = "") -> dict[str, int]:
