@@ -34,8 +34,10 @@ _NUMBERS = list(range(_STRETCH))
 # Compares all addresses in one call; only torch with CUDA has it.
 _addresses_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # noqa: SLF001
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_KNOWN = {*_PLAIN, DTensor}
 _local = operator.attrgetter("_local_tensor")
 _spec = operator.attrgetter("_spec")
+_requires_grad = operator.attrgetter("requires_grad")
 version_of = operator.attrgetter("_version")
 
 
@@ -59,20 +61,21 @@ class View:
         self.paths: list[tuple[Any, ...]] = []
         kinds: set[type] = set()
         self._walk(state, () if with_paths else None, kinds)
-        self.is_simple = kinds <= {*_PLAIN, DTensor}
+        self.is_simple = kinds <= _KNOWN
         """Whether all tensors are of kinds that a signature knows in full."""
-        self.specs: list[Any] = []
+        self.specs: list[list[Any]] = []
+        """Of the DTensors: their specs, and what else the parts on this rank do not tell."""
         self.locals: list[torch.Tensor] = self.leaves
         """The part of each tensor that lies on this rank."""
         self.wrapped: list[int] = []
         """Numbers of those leaves that are DTensors."""
         if DTensor in kinds:
-            self.specs = [
-                (_spec(leaf), leaf.requires_grad, leaf.is_inference())
-                for leaf in self.leaves
-                if type(leaf) is DTensor
-            ]
             self.wrapped = [number for number, leaf in enumerate(self.leaves) if type(leaf) is DTensor]
+            wrapped = [self.leaves[number] for number in self.wrapped]
+            self.specs = [
+                list(map(question, wrapped))
+                for question in (_spec, _requires_grad, torch.Tensor.is_inference)
+            ]
             self.locals = [_local(leaf) if type(leaf) is DTensor else leaf for leaf in self.leaves]
             self.is_simple = self.is_simple and set(map(type, self.locals)) <= _PLAIN
 
@@ -88,7 +91,7 @@ class View:
         kinds = list(map(type, entries))
         self.structure.append(kinds)
         present = set(kinds)
-        if present <= _PLAIN:
+        if present <= _KNOWN:
             found |= present
             self.leaves += entries
             if prefix is not None:

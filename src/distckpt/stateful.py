@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from distckpt.errors import CheckpointError, ConfigError
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Gathered", "PerRank", "name_of"]
 
 _LOG = logging.getLogger(__name__)
-_PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, type(None)}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, bytes, type(None)}
 _STATE, _GENERATOR = "distckpt.state", "distckpt.generator"
 _HEAD_BYTES = 8
 _ROOM_BYTES = 4096
