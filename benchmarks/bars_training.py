@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import select
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from statistics import mean, median, quantiles, stdev
 from typing import Any
 
 import torch
+from bare import BareSave
 from bars import (
     Found,
     Line,
@@ -306,52 +306,27 @@ class _StockSaving(_Saving):
 
 
 class _BareSaving(_Saving):
-    """With nothing but one copy to pinned memory and a process that writes as many bytes of its own.
-
-    No checkpoint can cost the loop less on this machine: what it notices of this, it notices of the bus, of
-    the disk and of their interrupts.
-    """
+    """With nothing but a plain copy and plain writes."""
 
     def __init__(self, cores: Cores, parameters: list[torch.nn.Parameter], folder: Path) -> None:
         super().__init__(cores)
-        nbytes = sum(parameter.nbytes for parameter in parameters)
-        self._source = [parameter.detach() for parameter in parameters]
-        self._target = torch.empty(nbytes // 4, pin_memory=parameters[0].is_cuda)
-        self._stream = torch.cuda.Stream() if parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
+        self._bare = BareSave(parameters, cores.settings.get("ckpt_worker_cores", ""))
         self._path, self._folder = folder, folder
-        command = [sys.executable, str(Path(__file__).with_name("plain_writer.py")), str(nbytes), "--serve"]
-        if cores.settings:
-            command += ["--cores", cores.settings["ckpt_worker_cores"]]
-        self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._writer.stdout is not None
-        self._writer.stdout.readline()
-        self._answer = self._writer.stdout
 
     def _start(self, step: int) -> None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            offset = 0
-            for tensor in self._source:
-                target = self._target[offset : offset + tensor.numel()]
-                target.copy_(tensor.view(-1), non_blocking=True)
-                offset += tensor.numel()
         self._path = self._folder / f"bare-{step}"
-        assert self._writer.stdin is not None
-        self._writer.stdin.write(f"{self._path}\n")
-        self._writer.stdin.flush()
+        self._bare.start(self._path)
 
     def _is_done(self) -> bool:
-        return bool(select.select([self._answer], [], [], 0)[0])
+        return self._bare.is_done()
 
     def _result(self) -> Path:
-        if self._answer.readline() != "done\n":
-            raise OSError("the plain writer failed")
+        self._bare.finish()
         return self._path
 
     def close(self) -> None:
         super().close()
-        self._writer.communicate()
+        self._bare.close()
 
 
 def measure_training(report: Report, device: str, sizes: Sizes) -> None:

@@ -78,6 +78,18 @@ def run(disk: Path, *, smoke: bool) -> Outcome:
     return compare(disk, 2 * GIB, 5, _rows(smoke=False), ["SeaweedFS", "gateway"])
 
 
+def run_saves(disk: Path, *, smoke: bool) -> Outcome:
+    """Compare saves alone, on servers that keep their data in memory: no disk's moods are in the ratios."""
+    reason = missing()
+    if reason:
+        raise SystemExit(f"s3: {reason}")
+    rows = [f"save obstore {_IN_FLIGHT}", f"save botocore {_THREADS}"]
+    rows += [f"save distckpt {lanes}" for lanes in (1, 2, 4)] + ["load distckpt"]
+    if smoke:
+        return compare(TMPFS, 64 * _MIB, 1, rows, ["SeaweedFS"])
+    return compare(TMPFS, 2 * GIB, 4, rows, ["SeaweedFS", "gateway"])
+
+
 def run_briefly(disk: Path, *, smoke: bool) -> Outcome:
     """Do the same in half a minute: one server, less data."""
     reason = missing()

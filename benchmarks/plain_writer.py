@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 BLOCK_BYTES = 32 << 20
+_LARGE_BYTES = 1 << 30
+_SMALL_BLOCK_BYTES = 1 << 20
 _THREADS = 4
 
 
@@ -64,21 +66,23 @@ def write_file(
 
 def serve(nbytes: int) -> None:
     """Write `nbytes` in files of each directory that a line names, past the page cache where it can be."""
-    share = nbytes // _THREADS // BLOCK_BYTES * BLOCK_BYTES
-    with make_buffer(BLOCK_BYTES) as buffer, ThreadPoolExecutor(_THREADS) as pool:
+    # What does not fill a block is left out: of few bytes that is to be little, too.
+    block_bytes = BLOCK_BYTES if nbytes >= _LARGE_BYTES else _SMALL_BLOCK_BYTES
+    share = nbytes // _THREADS // block_bytes * block_bytes
+    with make_buffer(block_bytes) as buffer, ThreadPoolExecutor(_THREADS) as pool:
         print("ready", flush=True)
         for line in sys.stdin:
             path = Path(line.strip())
             path.mkdir()
             parts = [path / str(number) for number in range(_THREADS)]
-            list(pool.map(lambda part: _write_past_the_cache(part, share, buffer), parts))
+            list(pool.map(lambda part: _write_past_the_cache(part, share, buffer, block_bytes), parts))
             print("done", flush=True)
 
 
-def _write_past_the_cache(path: Path, nbytes: int, buffer: mmap.mmap) -> None:
+def _write_past_the_cache(path: Path, nbytes: int, buffer: mmap.mmap, block_bytes: int) -> None:
     for direct in (True, False):
         try:
-            write_file(path, nbytes, buffer, direct=direct, preallocate=False, block_bytes=BLOCK_BYTES)
+            write_file(path, nbytes, buffer, direct=direct, preallocate=False, block_bytes=block_bytes)
             break
         except OSError:
             if not direct:

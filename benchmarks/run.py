@@ -32,6 +32,7 @@ from machine import ROOT, default_disk, describe, slug, storage_type
 from results import GIB, SCHEMA, Record, Results, read_records, write_record
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tables import console, print_tables
+from training import BARE
 from workloads import WORKLOADS
 
 from distckpt import add_arguments
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _COMPARED = "llama-8b"
 _OURS = "distckpt"
-_TRAINED = ("distckpt", "dcp.async_save, pinned")
+_TRAINED = ("distckpt", "dcp.async_save, pinned", BARE)
 _PROBE_BYTES = 256 << 20
 _START_S = 10.0
 """What a process takes until it measures, about: torch is imported, the device is set up."""
@@ -102,7 +103,7 @@ class Size:
     workloads: tuple[str, ...]
 
 
-FULL = Size(8.8, 2.0, 5, 10.0, 18.0, 30.0, tuple(WORKLOADS))
+FULL = Size(8.8, 1.0, 5, 10.0, 14.0, 30.0, tuple(WORKLOADS))
 QUICK = Size(1.0, 0.6, 2, 2.0, 6.0, 8.0, (_COMPARED,))
 
 

@@ -31,9 +31,10 @@ THEMES: dict[str, Callable[..., Outcome]] = {
     "formats": formats.run,
     "convert": formats.run_convert,
     "s3": object_store.run,
+    "s3-saves": object_store.run_saves,
     "s3-brief": object_store.run_briefly,
 }
-ON_DEMAND = {"s3", "s3-brief", "formats", "convert"}
+ON_DEMAND = {"s3", "s3-saves", "s3-brief", "formats", "convert"}
 """Need servers or other packages, and take up to 20 minutes: measured if they are asked for."""
 
 

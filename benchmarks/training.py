@@ -11,7 +11,9 @@ from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
 import torch
+from bare import BareSave
 from candidates import remove_tree
+from torch.distributed import new_group
 from torch.distributed.checkpoint import FileSystemWriter, async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from cell import Part
     from ranks import Ranks
 
+BARE = "plain copy and writes"
+"""What stands for no checkpointer at all."""
 _LIMIT_S = 120.0
 _VOCABULARY = 4096
 _WARM_STEPS = 10
@@ -125,8 +129,11 @@ class _Saving(ABC):
         self._begin(self._number)
 
     def look(self) -> None:
-        """See whether the save is over; every rank finds the same."""
-        if self.is_running and all(self._ranks.gather(self._is_done())):
+        """See whether the save is over; every rank finds the same.
+
+        What the ranks say to each other for it they say with no save under way, too: it is no cost of one.
+        """
+        if all(self._ranks.gather(self.is_running and self._is_done())):
             self.finish()
 
     def finish(self) -> None:
@@ -192,6 +199,8 @@ class _Stock(_Saving):
     def __init__(self, trainer: Trainer, folder: Path, ranks: Ranks) -> None:
         super().__init__(trainer, folder, ranks)
         self._stager: DefaultStager | None = None
+        # Of its own: its thread says things in it while the training does in others.
+        self._group = new_group(backend="gloo")
 
     def guard(self) -> AbstractContextManager[object]:
         if self.is_running and not self._is_staged:
@@ -211,6 +220,7 @@ class _Stock(_Saving):
             self._trainer.state(),
             storage_writer=FileSystemWriter(str(self._path), thread_count=_STOCK_THREADS),
             async_stager=self._stager,
+            process_group=self._group,
         )
         self._is_staged = False
 
@@ -224,6 +234,33 @@ class _Stock(_Saving):
     def close(self) -> None:
         if self._stager is not None:
             self._stager.close()
+
+
+class _Bare(_Saving):
+    """With one copy to pinned memory, which the optimizer waits for, and plain writes of as many bytes."""
+
+    def __init__(self, trainer: Trainer, folder: Path, ranks: Ranks) -> None:
+        super().__init__(trainer, folder, ranks)
+        self._bare = BareSave(trainer.state().values())
+
+    def guard(self) -> AbstractContextManager[object]:
+        self._bare.order_after()
+        return nullcontext()
+
+    def _begin(self, number: int) -> None:
+        self._path = self._folder / f"bare-{number}"
+        self._path.mkdir(exist_ok=True)
+        self._bare.start(self._path / str(self._ranks.rank))
+
+    def _is_done(self) -> bool:
+        return self._bare.is_done()
+
+    def _result(self) -> Path:
+        self._bare.finish()
+        return self._path
+
+    def close(self) -> None:
+        self._bare.close()
 
 
 def measure(part: Part) -> None:
@@ -240,6 +277,8 @@ def measure(part: Part) -> None:
             dist_ckpt_workers=spec.workers, ckpt_host_memory=max(spec.host_memory, 2 * nbytes),
             **spec.settings,
         )  # fmt: skip
+    elif spec.candidate == BARE:
+        saving = _Bare(trainer, spec.place, ranks)
     else:
         saving = _Stock(trainer, spec.place, ranks)
     phases: list[dict[str, Any]] = []
