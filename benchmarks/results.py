@@ -28,6 +28,8 @@ from typing import Any
 
 from reasons import reason
 
+BARE = "plain copy and writes"
+"""Of trainings: what stands for no checkpointer at all."""
 GIB = 1 << 30
 SCHEMA = 1
 Record = dict[str, Any]

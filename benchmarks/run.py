@@ -29,10 +29,9 @@ from candidates import CANDIDATES, Context, missing, remove_tree
 from ceilings import write_seconds
 from cell import Spec
 from machine import ROOT, default_disk, describe, slug, storage_type
-from results import GIB, SCHEMA, Record, Results, read_records, write_record
+from results import BARE, GIB, SCHEMA, Record, Results, read_records, write_record
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tables import console, print_tables
-from training import BARE
 from workloads import WORKLOADS
 
 from distckpt import add_arguments

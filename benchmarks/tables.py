@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from results import FIGURES, GIB, Record, Results, notes, read_records, shown, value
+from results import BARE, FIGURES, GIB, Record, Results, notes, read_records, shown, value
 from rich.console import Console
 from rich.table import Table
 
@@ -165,6 +165,10 @@ def markdown(files: list[Path]) -> str:
             f"{results.run['versions']['torch']}: {record['title']}, {size}\n"
         )
         parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
+        for training in results.of("training"):
+            if training["candidate"] == BARE:
+                slower = shown("slowdown", median(training["figures"]["slowdown"]))
+                parts.append(f"A plain copy and plain writes of as many bytes slow training by {slower}.\n")
         texts = [f"[{number}] {text}" for text, number in numbered(results, _README_FIGURES).items()]
         if texts:
             parts.append("  \n".join(texts) + "\n")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from bare import BareSave
 from candidates import remove_tree
+from results import BARE
 from torch.distributed import new_group
 from torch.distributed.checkpoint import FileSystemWriter, async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from cell import Part
     from ranks import Ranks
 
-BARE = "plain copy and writes"
-"""What stands for no checkpointer at all."""
 _LIMIT_S = 120.0
 _VOCABULARY = 4096
 _WARM_STEPS = 10
