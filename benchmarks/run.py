@@ -102,7 +102,7 @@ class Size:
     workloads: tuple[str, ...]
 
 
-FULL = Size(8.8, 1.0, 5, 10.0, 14.0, 30.0, tuple(WORKLOADS))
+FULL = Size(8.8, 1.0, 5, 10.0, 10.0, 30.0, tuple(WORKLOADS))
 QUICK = Size(1.0, 0.6, 2, 2.0, 6.0, 8.0, (_COMPARED,))
 
 

@@ -206,9 +206,14 @@ def fill(storage: Storage, name: str, offset: int, target: memoryview) -> int | 
     if isinstance(storage, Filling):
         return storage.fill(name, offset, target)
     data = storage.read(name, offset, len(target))
-    if data is not None:
-        target[: len(data)] = data
-    return None if data is None else len(data)
+    return None if data is None else put_into(target, data)
+
+
+def put_into(target: memoryview, data: bytes | bytearray) -> int:
+    """Copy `data` to the start of `target`, as far as it fits; returns how many bytes that are."""
+    nbytes = min(len(data), len(target))
+    target[:nbytes] = memoryview(data)[:nbytes]
+    return nbytes
 
 
 @runtime_checkable

@@ -26,7 +26,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distckpt.errors import CheckpointError, ConfigError, WriteError
-from distckpt.storage import SHARED_NAME, check_name
+from distckpt.storage import SHARED_NAME, check_name, put_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -424,10 +424,7 @@ class FsspecStorage:
             WriteError: As for `read`.
         """
         data = self._read(name, offset, len(target))
-        if data is None:
-            return None
-        target[: len(data)] = data
-        return len(data)
+        return None if data is None else put_into(target, data)
 
     def _read(self, name: str, offset: int, nbytes: int | None) -> bytes | None:
         path, url = self._path(name), self._url(name)
