@@ -1,7 +1,7 @@
-"""The least that a checkpoint can be: one copy to pinned memory, and a process that writes as many bytes.
+"""A checkpoint without a checkpointer: tensors copied to pinned memory, a process that writes as many bytes.
 
-What a training notices of it, it notices of the bus, of the disk and of their interrupts: no checkpointer can
-cost it less on this machine, but by being slower.
+What a training notices of it, it notices of the bus, of the disk and of their interrupts, and of a call for
+each tensor.
 """
 
 from __future__ import annotations

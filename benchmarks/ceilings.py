@@ -43,7 +43,7 @@ def write_seconds(
 
     Args:
         folder: Where to; the files are removed.
-        nbytes: In all; rounded down to blocks of 32 MiB for each thread.
+        nbytes: In all; rounded down to pages for each thread.
         direct: Whether to go past the page cache (O_DIRECT).
         threads: Number of files written at the same time.
         preallocate: Whether to reserve each file first; that counts.

@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 BLOCK_BYTES = 32 << 20
-_LARGE_BYTES = 1 << 30
-_SMALL_BLOCK_BYTES = 1 << 20
 _THREADS = 4
 
 
@@ -37,7 +35,7 @@ def write_file(
 
     Args:
         path: A new file.
-        nbytes: Rounded down to whole blocks.
+        nbytes: Rounded down to whole pages; the last block may be a shorter one.
         buffer: Page-aligned, at least a block long.
         direct: Whether to go past the page cache (O_DIRECT).
         preallocate: Whether to reserve the whole file first (posix_fallocate).
@@ -46,18 +44,19 @@ def write_file(
     Raises:
         OSError: The file system refuses, for example O_DIRECT.
     """
-    count, turns = nbytes // block_bytes, len(buffer) // block_bytes
+    nbytes = nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+    turns = len(buffer) // block_bytes
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
     fd = os.open(path, flags, 0o600)
     try:
-        if preallocate and count:
-            os.posix_fallocate(fd, 0, count * block_bytes)
+        if preallocate and nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
         with memoryview(buffer) as view:
-            for index in range(count):
-                start = index % turns * block_bytes
-                with view[start : start + block_bytes] as block:
-                    done = os.pwrite(fd, block, index * block_bytes)
-                if done != block_bytes:
+            for index, offset in enumerate(range(0, nbytes, block_bytes)):
+                start, size = index % turns * block_bytes, min(block_bytes, nbytes - offset)
+                with view[start : start + size] as block:
+                    done = os.pwrite(fd, block, offset)
+                if done != size:
                     raise OSError(f"short write of {done} bytes to {path}")
         os.fsync(fd)
     finally:
@@ -66,23 +65,20 @@ def write_file(
 
 def serve(nbytes: int) -> None:
     """Write `nbytes` in files of each directory that a line names, past the page cache where it can be."""
-    # What does not fill a block is left out: of few bytes that is to be little, too.
-    block_bytes = BLOCK_BYTES if nbytes >= _LARGE_BYTES else _SMALL_BLOCK_BYTES
-    share = nbytes // _THREADS // block_bytes * block_bytes
-    with make_buffer(block_bytes) as buffer, ThreadPoolExecutor(_THREADS) as pool:
+    with make_buffer(BLOCK_BYTES) as buffer, ThreadPoolExecutor(_THREADS) as pool:
         print("ready", flush=True)
         for line in sys.stdin:
             path = Path(line.strip())
             path.mkdir()
             parts = [path / str(number) for number in range(_THREADS)]
-            list(pool.map(lambda part: _write_past_the_cache(part, share, buffer, block_bytes), parts))
+            list(pool.map(lambda part: _write_past_the_cache(part, nbytes // _THREADS, buffer), parts))
             print("done", flush=True)
 
 
-def _write_past_the_cache(path: Path, nbytes: int, buffer: mmap.mmap, block_bytes: int) -> None:
+def _write_past_the_cache(path: Path, nbytes: int, buffer: mmap.mmap) -> None:
     for direct in (True, False):
         try:
-            write_file(path, nbytes, buffer, direct=direct, preallocate=False, block_bytes=block_bytes)
+            write_file(path, nbytes, buffer, direct=direct, preallocate=False, block_bytes=BLOCK_BYTES)
             break
         except OSError:
             if not direct:

@@ -236,7 +236,7 @@ class _Stock(_Saving):
 
 
 class _Bare(_Saving):
-    """With one copy to pinned memory, which the optimizer waits for, and plain writes of as many bytes."""
+    """With copies to pinned memory, which the optimizer waits for, and plain writes of as many bytes."""
 
     def __init__(self, trainer: Trainer, folder: Path, ranks: Ranks) -> None:
         super().__init__(trainer, folder, ranks)

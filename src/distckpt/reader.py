@@ -30,7 +30,7 @@ from distckpt.formats import format_of
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import metadata_name
 from distckpt.metadata import unpickle_metadata
-from distckpt.storage import Storage, fill, open_storage, reopen_storage
+from distckpt.storage import Storage, can_fill, fill, open_storage, reopen_storage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
@@ -85,14 +85,12 @@ def _is_remote(storage: Storage) -> bool:
 
 def _read_range(storage: Storage, file: str, start: int, nbytes: int, timeout_s: float) -> memoryview | None:
     """Return bytes of a file, as `Storage.read`; many of a remote one by several requests at once."""
-    try:
-        # Not zeroed, and in huge pages: a bytearray costs as much processor time as reading into it.
-        whole = np.empty(nbytes, np.uint8).data
-    except (MemoryError, OverflowError, ValueError):
-        # As many as there cannot be: the storage knows how many there are.
+    is_one = nbytes <= _RANGE_BYTES or not _is_remote(storage)
+    whole = None if is_one and not can_fill(storage) else _new_memory(nbytes)
+    if whole is None:
         data = storage.read(file, start, nbytes)
         return None if data is None else memoryview(data)
-    if nbytes <= _RANGE_BYTES or not _is_remote(storage):
+    if is_one:
         found = fill(storage, file, start, whole)
         return None if found is None else whole[:found]
 
@@ -109,6 +107,15 @@ def _read_range(storage: Storage, file: str, start: int, nbytes: int, timeout_s:
     # Where it ends, or that it is not there, one request tells.
     found = fill(storage, file, start, whole)
     return None if found is None else whole[:found]
+
+
+def _new_memory(nbytes: int) -> memoryview | None:
+    """Return memory; None where there cannot be so much: the storage knows how much there is to read."""
+    try:
+        # Not zeroed, and in huge pages: a bytearray costs as much processor time as reading into it.
+        return np.empty(nbytes, np.uint8).data
+    except (MemoryError, OverflowError, ValueError):
+        return None
 
 
 class _DamagedMetadata(Metadata):

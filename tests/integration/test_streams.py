@@ -11,6 +11,10 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt import StorageReader, StorageWriter
 from distckpt.errors import WriteError
-from distckpt.storage import Storage, reopen_storage
+from distckpt.storage import Storage, fill, reopen_storage
 from distckpt.storage.contract import StorageContract
 from distckpt.storage.streams import open_fsspec
 from servers import FaultProxy, S3Server
@@ -311,3 +315,26 @@ def test_the_options_go_to_obstore_by_its_own_names(s3_server: S3Server, s3_url:
     storage = open_fsspec(s3_url, {"s3_client": "obstore", "client_kwargs": within})
     reopen_storage(storage.spec).put("file", b"data")
     assert s3_server.keys(s3_url) == {"file": 4}
+
+
+def test_a_server_that_knows_no_ranges_is_refused(tmp_path: Path) -> None:
+    """As Python's own does."""
+    (tmp_path / "file").write_bytes(b"0123456789")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            storage = open_fsspec(f"http://127.0.0.1:{server.server_port}", {})
+            assert bytes(storage.read("file") or b"") == b"0123456789"
+            for read in (
+                lambda: storage.read("file", 2, 3),
+                lambda: fill(storage, "file", 2, memoryview(bytearray(3))),
+            ):
+                with pytest.raises(WriteError, match="another range") as caught:
+                    read()
+                assert caught.value.errno == errno.EIO
+                assert caught.value.path == f"http://127.0.0.1:{server.server_port}/file"
+        finally:
+            server.shutdown()
+            thread.join()

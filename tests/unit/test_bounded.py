@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from distckpt.errors import WriteError
-from distckpt.storage import Receipt, Storage, bounded
+from distckpt.storage import Receipt, Storage, bounded, fill
 from distckpt.storage.bounded import Bounded
 from distckpt.storage.posix import PosixStorage
 
@@ -75,6 +75,10 @@ class Stuck(PosixStorage):
         self.pass_gate()
         return super().read(name, offset, nbytes)
 
+    def fill(self, name: str, offset: int, target: memoryview) -> int | None:
+        self.pass_gate()
+        return super().fill(name, offset, target)
+
     def list(self, prefix: str = "") -> dict[str, int]:
         self.pass_gate()
         return super().list(prefix)
@@ -102,6 +106,7 @@ CALLS: dict[str, tuple[Callable[[Storage], object], str]] = {
     "put": (lambda storage: storage.put("a/b", b"new"), "/a/b"),
     "revoke": (lambda storage: storage.revoke("old"), "/old"),
     "read": (lambda storage: storage.read("old"), "/old"),
+    "fill": (lambda storage: fill(storage, "old", 0, memoryview(bytearray(3))), "/old"),
     "list": (lambda storage: storage.list(), ""),
     "delete": (lambda storage: storage.delete("old"), "/old"),
     "last_change": (lambda storage: storage.last_change(), ""),
@@ -147,7 +152,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def test_every_call_of_the_protocol_is_known_here() -> None:
     names = {name for name in vars(Storage) if not name.startswith("_") and callable(getattr(Storage, name))}
-    assert names == {*CALLS, "open_image", "part_bytes"}
+    assert names | {"fill"} == {*CALLS, "open_image", "part_bytes"}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -11,13 +11,14 @@ import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from distckpt import storage as door
 from distckpt.errors import ConfigError, WriteError
-from distckpt.storage import Storage, open_storage, register_storage, reopen_storage
+from distckpt.storage import Storage, can_fill, fill, open_storage, register_storage, reopen_storage
+from distckpt.storage.bounded import Bounded
 from distckpt.storage.posix import PosixStorage
 from distckpt.storage.streams import FsspecStorage
 
@@ -339,6 +340,63 @@ def test_a_registered_scheme_goes_before_others(own_module: str, tmp_path: Path)
     register_storage("memory", f"{own_module}:factory")
     for url in ("s3://bucket/x", "memory://x"):
         assert type(open_storage(url, {"root": str(tmp_path)})).__name__ == "Own"
+
+
+class Reversing(PosixStorage):
+    """Has a `read` of its own, and inherits `fill`."""
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
+        data = super().read(name, offset, nbytes)
+        return None if data is None else data[::-1]
+
+
+class FillingItself(Reversing):
+    def fill(self, name: str, offset: int, target: memoryview) -> int | None:
+        target[:3] = b"own"
+        return 3
+
+
+class Wrapping:
+    """Passes on whatever it is asked for, but for `read`."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
+        return self._inner.read(name, offset, nbytes)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+@pytest.mark.parametrize(
+    ("kind", "expected", "fills"),
+    [(PosixStorage, b"abc", True), (Reversing, b"cba", False), (FillingItself, b"own", True)],
+)
+def test_a_read_of_its_own_is_not_passed_by(
+    tmp_path: Path, kind: type[PosixStorage], expected: bytes, fills: bool, timeout_s: float | None
+) -> None:
+    own = kind(str(tmp_path))
+    own.put("file", b"abc")
+    for storage, can in ((own, fills), (cast("Storage", Wrapping(Reversing(str(tmp_path)))), False)):
+        asked = storage if timeout_s is None else Bounded(storage, timeout_s)
+        assert can_fill(asked) is can
+        memory = bytearray(5)
+        assert fill(asked, "file", 0, memoryview(memory)) == 3
+        assert memory[:3] == (expected if storage is own else b"cba")
+
+
+def test_a_read_that_returns_more_than_was_asked_for_is_refused(tmp_path: Path) -> None:
+    class Generous(PosixStorage):
+        def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytearray | None:
+            return super().read(name)
+
+    storage = Generous(str(tmp_path))
+    storage.put("file", b"0123456789")
+    with pytest.raises(WriteError, match="another range") as caught:
+        fill(storage, "file", 2, memoryview(bytearray(3)))
+    assert (caught.value.path, caught.value.offset) == (f"{storage.url}/file", 2)
 
 
 @pytest.mark.parametrize("scheme", ["", "S3", "1x", "a b", "a://", "größe", "-x"])

@@ -15,13 +15,14 @@ Torch-free. Client libraries are imported inside the functions that need them.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
-from distckpt.errors import ConfigError, IntegrityError
+from distckpt.errors import ConfigError, IntegrityError, WriteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -191,7 +192,7 @@ class Storage(Protocol):
 
 @runtime_checkable
 class Filling(Protocol):
-    """A storage that can read straight into memory of the caller's; see `fill`."""
+    """A storage that can read straight into memory of the caller's; see `can_fill`."""
 
     def fill(self, name: str, offset: int, target: memoryview) -> int | None:
         """Read the bytes of a file from `offset` into `target`; None if the file is absent.
@@ -201,19 +202,48 @@ class Filling(Protocol):
         """
 
 
+def can_fill(storage: Storage) -> bool:
+    """Say whether `storage` is `Filling`, in a class that changes its `read` no more."""
+    from distckpt.storage.bounded import Bounded
+
+    if isinstance(storage, Bounded):
+        return storage.can_fill
+    # One that inherits `fill` and has a `read` of its own would be passed by.
+    names = {"read", "fill"}
+    last = next((vars(kind) for kind in type(storage).__mro__ if names & vars(kind).keys()), None)
+    return "fill" in (last or ())
+
+
 def fill(storage: Storage, name: str, offset: int, target: memoryview) -> int | None:
-    """Do what `Filling.fill` does, with whatever storage."""
-    if isinstance(storage, Filling):
+    """Do what `Filling.fill` does, with whatever storage: one that cannot has its bytes copied.
+
+    Raises:
+        WriteError: The storage refuses, or returns more than it was asked for.
+    """
+    if can_fill(storage):
+        assert isinstance(storage, Filling)
         return storage.fill(name, offset, target)
     data = storage.read(name, offset, len(target))
-    return None if data is None else put_into(target, data)
+    if data is None:
+        return None
+    if len(data) > len(target):
+        refuse_range(f"{storage.url}/{name}", offset)
+    target[: len(data)] = data
+    return len(data)
 
 
-def put_into(target: memoryview, data: bytes | bytearray) -> int:
-    """Copy `data` to the start of `target`, as far as it fits; returns how many bytes that are."""
-    nbytes = min(len(data), len(target))
-    target[:nbytes] = memoryview(data)[:nbytes]
-    return nbytes
+def refuse_range(path: str, offset: int) -> NoReturn:
+    """Refuse bytes that are more than were asked for: they may be others.
+
+    Raises:
+        WriteError: Always.
+    """
+    raise WriteError(
+        f"cannot read {path} at byte {offset}: the server sends another range [EIO]",
+        errno=errno.EIO,
+        path=path,
+        offset=offset,
+    )
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distckpt.errors import WriteError
-from distckpt.storage import fill
+from distckpt.storage import can_fill, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,6 +68,7 @@ class Bounded:
         self.in_flight = storage.in_flight
         self.is_stream = storage.is_stream
         self.at_once = getattr(storage, "at_once", 1)
+        self.can_fill = can_fill(storage)
         self._storage = storage
         self._timeout_s = timeout_s
         self._above = storage.url.rstrip("/").rpartition("/")[0]

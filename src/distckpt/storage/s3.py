@@ -41,7 +41,7 @@ from urllib.parse import urlsplit
 import crc32c
 
 from distckpt.errors import ConfigError, WriteError
-from distckpt.storage import check_name
+from distckpt.storage import check_name, refuse_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -988,13 +988,7 @@ class S3Storage:
         is_another = "Range" in params and not answer.get("ContentRange", "").startswith(f"bytes {offset}-")
         if is_another or (nbytes is not None and _length_of(answer) > nbytes):
             _close_body(answer)
-            path = self._path(name)
-            raise WriteError(
-                f"cannot read {path} at byte {offset}: the server sends another range [EIO]",
-                errno=errno.EIO,
-                path=path,
-                offset=offset,
-            )
+            refuse_range(self._path(name), offset)
         return answer
 
     def _holds(self, name: str, data: bytes) -> bool:

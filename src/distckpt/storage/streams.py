@@ -26,7 +26,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distckpt.errors import CheckpointError, ConfigError, WriteError
-from distckpt.storage import SHARED_NAME, check_name, put_into
+from distckpt.storage import SHARED_NAME, check_name, refuse_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -424,7 +424,10 @@ class FsspecStorage:
             WriteError: As for `read`.
         """
         data = self._read(name, offset, len(target))
-        return None if data is None else put_into(target, data)
+        if data is None:
+            return None
+        target[: len(data)] = data
+        return len(data)
 
     def _read(self, name: str, offset: int, nbytes: int | None) -> bytes | None:
         path, url = self._path(name), self._url(name)
@@ -441,7 +444,6 @@ class FsspecStorage:
         try:
             with _mapped(url, "cannot read", offset):
                 data: bytes = self._fs.cat_file(path, **ends)
-                return data
         except WriteError as error:
             if _is_absence(error):
                 return None
@@ -453,6 +455,10 @@ class FsspecStorage:
                 if offset >= size:
                     return b""
             raise
+        if nbytes is not None and len(data) > nbytes:
+            # As HTTP servers do that do not know of ranges.
+            refuse_range(url, offset)
+        return data
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """See `Storage.list`.
