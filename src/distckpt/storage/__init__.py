@@ -203,15 +203,16 @@ class Filling(Protocol):
 
 
 def can_fill(storage: Storage) -> bool:
-    """Say whether `storage` is `Filling`, in a class that changes its `read` no more."""
+    """Say whether `storage` is `Filling`, and what it fills with is what its `read` returns."""
     from distckpt.storage.bounded import Bounded
 
     if isinstance(storage, Bounded):
         return storage.can_fill
-    # One that inherits `fill` and has a `read` of its own would be passed by.
+    # A class that inherits `fill` and has a `read` of its own would be passed by.
     names = {"read", "fill"}
-    last = next((vars(kind) for kind in type(storage).__mro__ if names & vars(kind).keys()), None)
-    return "fill" in (last or ())
+    kinds = type(storage).__mro__
+    nearest: Mapping[str, Any] = next((vars(kind) for kind in kinds if names & vars(kind).keys()), {})
+    return "fill" in nearest
 
 
 def fill(storage: Storage, name: str, offset: int, target: memoryview) -> int | None:
