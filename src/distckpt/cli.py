@@ -30,7 +30,7 @@ from distckpt import commit
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
 from distckpt.integrity import find_record, read_manifest
 from distckpt.manifest import METADATA
-from distckpt.storage import Storage, open_storage
+from distckpt.storage import Storage, is_url, open_storage
 from distckpt.verification import Finding, Report, Summary, default_jobs, step_of, survey, verify
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def _open(path: str, storage_options: dict[str, Any] | None) -> Storage:
     Raises:
         CheckpointError: There is no such directory, or the URL leads nowhere.
     """
-    if "://" in path or "::" in path:
+    if is_url(path):
         return open_storage(path, storage_options)
     if not os.path.isdir(path):
         raise CheckpointError(
@@ -324,7 +324,7 @@ def _inner(storage: Storage, storage_options: dict[str, Any] | None) -> list[Sto
     names = [name.rstrip("/") for name in storage.list() if name.endswith("/")]
     names.sort(key=lambda name: (step_of(name) is None, step_of(name) or 0, name))
     urls = [f"{storage.url.rstrip('/')}/{name}" for name in names]
-    return [open_storage(url if "://" in url else Path(url), storage_options) for url in urls]
+    return [open_storage(url, storage_options) for url in urls]
 
 
 def _checkpoints(options: argparse.Namespace) -> list[tuple[Storage, Summary]]:
@@ -809,10 +809,9 @@ def _tune(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise CheckpointError(f"tune needs torch, which cannot be imported: {error}") from error
 
-    is_url = "://" in options.path or "::" in options.path
     with _ending_in_order(), _status_line(quiet=options.json) as tell:
         tuning = sweep(
-            options.path if is_url else Path(options.path),
+            options.path if is_url(options.path) else Path(options.path),
             nbytes=None if options.gib is None else int(options.gib * _KIB**3),
             seconds=options.seconds,
             workers=options.workers,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import math
@@ -534,6 +535,12 @@ def _lives(owner: Mapping[str, Any]) -> bool | None:
 
 def _host() -> str:
     """Return what tells processes apart that see each other's ids from those that do not."""
+    return _host_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _host_of(_pid: int) -> str:
+    # One that is forked may see other ids.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

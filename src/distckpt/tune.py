@@ -407,17 +407,13 @@ class _Target:
                 why = f"{self.root} must have room for {_FREE_FACTOR} of them, and {_size(free)} are free"
         return most_bytes, f"{why}: at most {_size(most_bytes)}"
 
-    def place(self, url: str) -> str | Path:
-        """Return what opens a URL below the target; a local path is never taken for a URL."""
-        return url if self.root is None else Path(url)
-
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
         """Make a directory below the target, and remove it with all that is in it at the end."""
         url = f"{self.url}/{_SCRATCH}{uuid.uuid4().hex}"
         has_begun = False
         try:
-            open_storage(self.place(url), self.options).prepare()
+            open_storage(url, self.options).prepare()
             has_begun = True
             yield url
         except BaseException:
@@ -431,7 +427,7 @@ class _Target:
 
     def remove(self, url: str) -> None:
         """Remove a directory and all that is in it."""
-        storage = open_storage(self.place(url), self.options)
+        storage = open_storage(url, self.options)
         for name, handle in storage.unfinished():
             storage.abort(name, handle)
         for name in storage.list():
@@ -478,7 +474,7 @@ class _Candidate:
         self._target = target
         options = {} if parts_at_once is None else {"max_concurrency": parts_at_once}
         self._checkpointer = Checkpointer(
-            target.place(url),
+            url,
             participants=_only_this_rank(),
             storage_options=target.options | options,
             dist_ckpt_workers=workers,

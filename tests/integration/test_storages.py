@@ -285,3 +285,17 @@ def test_memory_has_one_process() -> None:
         error = failure_of(caught.value)
         assert isinstance(error, WriteError)
         assert "--dist-ckpt-workers 1" in str(error)
+
+
+def test_steps_lie_where_they_were_told_to_whatever_the_path_looks_like(tmp_path: Path) -> None:
+    root = tmp_path / "run::7"
+    state = {"weight": torch.arange(4.0)}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state).result()
+    assert sorted(entry.name for entry in root.iterdir()) == ["latest", "step-00000001"]
+    for path in (root, str(root)):
+        loaded = {"weight": torch.zeros(4)}
+        with Checkpointer(path) as checkpointer:
+            assert checkpointer.latest() == 1
+            checkpointer.restore(loaded)
+        assert torch.equal(loaded["weight"], state["weight"])

@@ -92,6 +92,18 @@ def test_a_pathlib_path_is_local_whatever_it_looks_like(
     assert open_storage(Path("memory://x")).url == str(tmp_path / "memory:" / "x")
 
 
+@pytest.mark.parametrize("name", ["a::b", "http::y", "memory:", "s3://bucket", "file://x", "~"])
+@pytest.mark.parametrize("options", [{}, {"auto_mkdir": True}])
+def test_an_absolute_path_is_local_whatever_it_looks_like(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    for path in (f"{tmp_path}/{name}", f"{tmp_path}/{name}/", Path(f"{tmp_path}/{name}")):
+        storage = open_storage(path, options)
+        assert isinstance(storage, PosixStorage)
+        assert os.path.normpath(storage.url) == os.path.normpath(f"{tmp_path}/{name}")
+    assert open_storage("/").url == "/"
+
+
 def test_options_on_local_paths_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
         with pytest.raises(ConfigError, match=r"without effect on local paths: other"):
@@ -135,7 +147,7 @@ def test_a_client_that_is_not_known_is_refused(client: object) -> None:
 
 @pytest.mark.parametrize("url", ["memory://x", "/tmp/x", "file:///tmp/x"])
 def test_a_client_of_s3_is_refused_elsewhere(url: str) -> None:
-    with pytest.raises(ConfigError, match="s3_client is for s3"):
+    with pytest.raises(ConfigError, match="s3_client"):
         open_storage(url, {"s3_client": "s3fs"})
 
 

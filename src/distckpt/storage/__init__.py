@@ -351,7 +351,7 @@ def open_storage(
 
     Args:
         url: A path, or a URL that `register_storage` was told of or fsspec resolves. A `pathlib` path is
-            always local.
+            always local, and so is what begins with a slash.
         options: Storage options, passed to fsspec as they are; but for `s3_client`, which is ours.
         timeout_s: Seconds after which any call is given up, whatever it waits for; None: never.
         direct_io: Whether images are written past the page cache where that can be done.
@@ -401,6 +401,22 @@ def _bounded(storage: Storage, timeout_s: float | None) -> Storage:
     return Bounded(storage, timeout_s)
 
 
+def refuse_local_options(path: str, options: Mapping[str, Any]) -> None:
+    """Refuse what has no effect on a local path.
+
+    Raises:
+        ConfigError: There is an option that has none.
+    """
+    ignored = [name for name, value in options.items() if (name, value) != ("auto_mkdir", True)]
+    if ignored:
+        raise ConfigError(f"{path!r}: storage options without effect on local paths: {', '.join(ignored)}")
+
+
+def is_url(path: str) -> bool:
+    """Say whether a text that a user gave is a URL, not a path of this machine."""
+    return not os.path.isabs(path) and ("://" in path or "::" in path)
+
+
 def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:
     from distckpt.storage.posix import PosixStorage
 
@@ -408,8 +424,12 @@ def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Sto
     options = dict(options or {})
     if not text:
         raise ConfigError("the checkpoint's path is empty")
-    if not isinstance(url, str) and not options:
-        return PosixStorage(os.path.abspath(text))
+    if not isinstance(url, str):
+        text = os.path.abspath(text)
+    if os.path.isabs(text):
+        # Whatever colons are in it; nor is fsspec imported, which takes a worker longer than all its modules.
+        refuse_local_options(text, options)
+        return PosixStorage(text.rstrip("/") or "/")
     scheme = text.partition("://")[0] if "://" in text else ""
     if scheme in _FACTORIES:
         return _call_factory(_FACTORIES[scheme], scheme, text, options)

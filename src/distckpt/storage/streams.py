@@ -26,7 +26,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distckpt.errors import CheckpointError, ConfigError, WriteError
-from distckpt.storage import SHARED_NAME, check_name, refuse_range
+from distckpt.storage import SHARED_NAME, check_name, refuse_local_options, refuse_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -646,9 +646,7 @@ def open_fsspec(url: str, options: dict[str, Any]) -> Storage:
     from fsspec.implementations.local import LocalFileSystem
 
     if type(file_system) is LocalFileSystem:
-        ignored = [name for name, value in options.items() if (name, value) != ("auto_mkdir", True)]
-        if ignored:
-            raise ConfigError(f"{url!r}: storage options without effect on local paths: {', '.join(ignored)}")
+        refuse_local_options(url, options)
         return PosixStorage(path)
     shown = _without_password(url).rstrip("/")
     spec = {
