@@ -19,9 +19,9 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -59,7 +59,6 @@ class Context:
         world: Number of ranks, all of this machine.
         workers: Threads or processes that it may use in each rank.
         host_memory: Bytes of host memory that a rank may use for staging.
-        settings: What the sweep found best for distckpt here, beside workers.
     """
 
     device: str
@@ -67,7 +66,6 @@ class Context:
     world: int
     workers: int
     host_memory: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Candidate(ABC):
@@ -107,14 +105,6 @@ class Candidate(ABC):
     def load(self, state: State, path: Path) -> None:
         """Fill the tensors of `state` from a checkpoint of this candidate."""
 
-    def prewarm(self, state: State, folder: Path) -> bool:
-        """Get ready for a state like this one, to be saved below `folder`, and wait for it.
-
-        Returns:
-            Whether it has anything of that kind.
-        """
-        return False
-
     def close(self) -> None:
         """Give back what it holds."""
         distributed.destroy_process_group(self.group)
@@ -146,13 +136,8 @@ class Distckpt(Candidate):
                 dist_ckpt_workers=self.context.workers,
                 ckpt_host_memory=self.context.host_memory,
                 log_level="error",
-                **self.context.settings,
             )
         return self._checkpointer
-
-    def prewarm(self, state: State, folder: Path) -> bool:
-        self._at(folder).prewarm(state).result(timeout=_LIMIT_S)
-        return True
 
     def save(self, state: State, path: Path) -> Figures:
         checkpointer = self._at(path.parent)
@@ -190,10 +175,6 @@ class DistckptWriter(Candidate):
         self._writer = StorageWriter(
             dist_ckpt_workers=context.workers, ckpt_host_memory=context.host_memory, log_level="error"
         )
-
-    def prewarm(self, state: State, folder: Path) -> bool:
-        self._writer.prewarm(state).result(timeout=_LIMIT_S)
-        return True
 
     def save(self, state: State, path: Path) -> Figures:
         return _async_save(
@@ -312,14 +293,6 @@ class TorchCheckpointing(Candidate):
             )
         )
 
-    def prewarm(self, state: State, folder: Path) -> bool:
-        self._manager.prewarm_staging(self._items(state))
-        # There is no public way to wait for the memory, nor for the process that writes, which the first save
-        # waits for: in training both would long be there.
-        self._manager._prewarm_staging_future.result(timeout=_LIMIT_S)  # noqa: SLF001
-        self._manager._saver._checkpoint_process._creation_future.result(timeout=_LIMIT_S)  # noqa: SLF001
-        return True
-
     def save(self, state: State, path: Path) -> Figures:
         items = self._items(state)
         started = time.perf_counter()
@@ -373,10 +346,6 @@ class _Resiliency(Candidate):
             use_cpu_shm_for_gpu_tensors=self.is_shared,
         )
         self._cache = self._saver.CheckpointMetadataCache()
-
-    def prewarm(self, state: State, folder: Path) -> bool:
-        self._queue.warmup_persistent_caller(self.context.rank, cpu_shm_mode=self.is_shared)
-        return True
 
     def save(self, state: State, path: Path) -> Figures:
         started = time.perf_counter()
@@ -441,10 +410,6 @@ class MegatronCore(Candidate):
             return "saves in the background with nvidia_resiliency_ext, which is not installed"
         major, minor = importlib.metadata.version("megatron-core").split(".")[:2]
         return "" if (int(major), int(minor)) >= (0, 19) else "needs Megatron-Core 0.19 or newer"
-
-    def prewarm(self, state: State, folder: Path) -> bool:
-        self._queue.warmup_persistent_caller(self.context.rank)
-        return True
 
     def save(self, state: State, path: Path) -> Figures:
         started = time.perf_counter()

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import crc32c
 import torch
@@ -201,17 +202,22 @@ def read_seconds(files: Sequence[Path], threads: int) -> float:
         (file, offset) for file in files for offset in range(0, file.stat().st_size, BLOCK_BYTES)
     ]  # fmt: skip
     forget(files)
-    buffers = threading.local()
+    # Memory that is there already: to touch it for the first time takes as long as to read into it.
+    buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+    for _ in range(threads):
+        buffers.put(make_buffer(BLOCK_BYTES))
 
     def read(block: tuple[Path, int]) -> None:
         file, offset = block
-        if not hasattr(buffers, "one"):
-            buffers.one = mmap.mmap(-1, BLOCK_BYTES)
+        buffer = buffers.get()
         fd = os.open(file, os.O_RDONLY)
         try:
-            os.preadv(fd, [buffers.one], offset)
+            left = min(BLOCK_BYTES, os.fstat(fd).st_size - offset)
+            if os.preadv(fd, [buffer], offset) != left:
+                raise OSError(f"{file}: fewer than {left} bytes were read at {offset}")
         finally:
             os.close(fd)
+            buffers.put(buffer)
 
     with ThreadPoolExecutor(threads) as pool:
         started = time.perf_counter()

@@ -1,10 +1,12 @@
 """One part of a run, in processes of its own, one for each rank, which `run.py` starts.
 
-RANK=0 WORLD_SIZE=1 ... python benchmarks/cell.py measure '{"candidate": "distckpt", ...}' FILE
+echo '["measure", {"candidate": "distckpt", ...}, FILE, SECONDS, PORT]' | \
+    RANK=0 WORLD_SIZE=1 ... python benchmarks/cell.py
 """
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import gc
 import json
@@ -12,8 +14,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from workloads import WORKLOADS, State, equal, make, size_of, zeros_like
 
 from distckpt import Checkpointer
 
+ROUNDS = 10
+"""Saves, and then loads, of MLPerf Storage."""
 _OURS = "distckpt"
 _LIMIT_S = 300.0
 _SAMPLE_S = 0.05
@@ -55,10 +59,9 @@ class Spec:
         repeats: How many there are at most.
         host_memory: Bytes that a rank may use for staging.
         write: The fastest ways of plain writes, past the page cache and through it: threads, direct.
-        settings: For distckpt, beside workers.
         candidate: Who saves.
         workload: What is saved.
-        detailed: Whether each sample has its ceiling measured beside it.
+        loads: How many there are after the first one of the process.
         guarded: Whether saves with a guarded optimizer are measured as well, and one of them is traced.
     """
 
@@ -70,10 +73,9 @@ class Spec:
     repeats: int
     host_memory: int
     write: tuple[tuple[int, bool], ...] = ((4, False),)
-    settings: dict[str, Any] = field(default_factory=dict)
     candidate: str = _OURS
     workload: str = "llama-8b"
-    detailed: bool = False
+    loads: int = 1
     guarded: bool = False
 
     @property
@@ -96,9 +98,7 @@ class Part:
 
     def context(self) -> Context:
         spec, ranks = self.spec, self.ranks
-        return Context(
-            spec.device, ranks.rank, ranks.world, spec.workers, spec.host_memory, spec.settings
-        )  # fmt: skip
+        return Context(spec.device, ranks.rank, ranks.world, spec.workers, spec.host_memory)
 
     def state(self) -> State:
         spec = self.spec
@@ -124,18 +124,20 @@ class Ceilings:
         self._ranks, self._spec = part.ranks, part.spec
         self._nbytes = nbytes
         self._copy = CopyCeiling(part.spec.device, min(nbytes, _COPY_BYTES))
+        self._ways = list(part.spec.write)
 
     def copy_s(self, repeats: int = 1) -> list[float]:
         """Return the seconds that a copy of the state's bytes takes the slowest rank, all at once."""
         seconds = [min(self._copy.seconds(2, self._ranks.barrier)) for _ in range(repeats)]
         return [self._ranks.slowest(one) * self._nbytes / self._copy.nbytes for one in seconds]
 
-    def write_s(self) -> float:
-        """Return the seconds that plain writes of the state's bytes take all ranks at once.
+    def write_s(self) -> dict[tuple[int, bool], float]:
+        """Return the seconds that plain writes of the state's bytes take all ranks at once, in each way.
 
-        Each way is tried, for which one is the faster changes from minute to minute.
+        The last one comes first the next time, for a disk may remember what was before.
         """
-        return min(self._write_s(threads, direct) for threads, direct in self._spec.write)
+        self._ways.reverse()
+        return {(threads, direct): self._write_s(threads, direct) for threads, direct in self._ways}
 
     def _write_s(self, threads: int, direct: bool) -> float:
         folder = self._spec.place / f"plain-{self._ranks.rank}"
@@ -184,9 +186,9 @@ def measure_ceilings(part: Part) -> None:
     for threads, direct, seconds in ceilings.ways():
         try:
             rate = total / seconds()
-        except OSError:
+        except OSError as error:
             # A file system need not have O_DIRECT; all ranks write to one, so all get here.
-            if not direct:
+            if not direct or error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                 raise
             continue
         best[direct] = max(best.get(direct, (0.0, 0)), (rate, threads))
@@ -202,7 +204,7 @@ def measure_ceilings(part: Part) -> None:
         )
     folder = spec.place / f"reads-{ranks.rank}"
     folder.mkdir()
-    _write_for_reading(folder, spec.nbytes)
+    total = _write_for_reading(folder, spec.nbytes) * ranks.world / GIB
     samples = []
     for _ in range(3):
         ranks.barrier()
@@ -211,13 +213,15 @@ def measure_ceilings(part: Part) -> None:
     remove_tree(folder)
 
 
-def _write_for_reading(folder: Path, nbytes: int) -> None:
+def _write_for_reading(folder: Path, nbytes: int) -> int:
+    """Write about as many bytes; returns how many."""
     block = os.urandom(32 << 20)
     with (folder / "data").open("wb") as file:
         for _ in range(max(1, nbytes // len(block))):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
+        return file.tell()
 
 
 def measure_candidate(part: Part) -> None:
@@ -233,12 +237,10 @@ def measure_candidate(part: Part) -> None:
     figures: dict[str, list[float]] = record["figures"]
     shares: dict[str, list[float]] = record["of_ceiling"]
 
-    def add(name: str, value: float, ceiling_s: float | None = None) -> None:
+    def add(name: str, value: float) -> None:
         figures.setdefault(name, []).append(value)
-        if ceiling_s is not None:
-            shares.setdefault(name, []).append(ceiling_s / value)
 
-    ceilings: Ceilings | None = Ceilings(part, size_of(state)) if spec.detailed else None
+    ceilings = Ceilings(part, size_of(state))
     ranks.settle()
     before = sample(os.getpid())["pss_bytes"]
     candidate = CANDIDATES[spec.candidate](part.context())
@@ -262,41 +264,42 @@ def measure_candidate(part: Part) -> None:
             peak = sampler.peak()[0]["pss_bytes"] - before
         add("host_bytes", ranks.total(peak))
         kept = [path]
-
-        def bounds() -> list[float | None]:
-            return [ceilings.copy_s()[0], ceilings.write_s()] if ceilings else [None, None]
-
-        before_it = bounds()
+        copies, writes = ceilings.copy_s(), [ceilings.write_s()]
 
         def one() -> None:
-            nonlocal before_it
             cpu_before = cpu_seconds()
             found, path = save()
             add("cpu_s", ranks.total(cpu_seconds() - cpu_before) / (nbytes / GIB))
             remove_once(ranks, kept.pop())
             kept.append(path)
-            after_it = bounds()
-            copy_s, write_s = (
-                None if each is None or other is None else (each + other) / 2
-                for each, other in zip(before_it, after_it, strict=True)
-            )
-            before_it = after_it
+            copies.extend(ceilings.copy_s())
+            writes.append(ceilings.write_s())
             add("returned_s", found["returned_s"])
-            add("stall_s", found["staged_s"], copy_s)
-            add("durable_s", found["total_s"], write_s)
+            add("stall_s", found["staged_s"])
+            add("durable_s", found["total_s"])
 
         part.repeat(one)
+        # The same way for all samples: the faster of two at each of them would be faster than either is.
+        way = min(writes[0], key=lambda way: sum(seconds[way] for seconds in writes))
+        shares["stall_s"] = shares_of(figures["stall_s"], copies)
+        shares["durable_s"] = shares_of(figures["durable_s"], [seconds[way] for seconds in writes])
         written = files_of(kept[0])
         add("files", len(written))
         add("bytes_ratio", sum(file.stat().st_size for file in written) / nbytes)
-        _load(part, candidate, state, kept[0], record, add)
+        record["equal"] = _load(part, candidate, state, kept[0], figures, shares)
+        part.record(record)
         remove_once(ranks, kept[0])
     finally:
         candidate.close()
-    ceilings = None
     if spec.guarded:
-        _measure_guarded(part, state, add)
-    part.record(record)
+        _measure_guarded(part, state)
+
+
+def shares_of(samples: Sequence[float], bounds: Sequence[float]) -> list[float]:
+    """Return the share of its bound of each sample: of the mean of those before and after it."""
+    return [
+        (before + after) / 2 / one for one, before, after in zip(samples, bounds, bounds[1:], strict=False)
+    ]
 
 
 def remove_once(ranks: Ranks, path: Path) -> None:
@@ -308,20 +311,29 @@ def remove_once(ranks: Ranks, path: Path) -> None:
 
 
 def _load(
-    part: Part, candidate: Candidate, state: State, path: Path, record: Record, add: Callable[..., None]
-) -> None:
-    """Load into zeros what is on the disk; plain reads of the same files are its ceiling."""
+    part: Part,
+    candidate: Candidate,
+    state: State,
+    path: Path,
+    figures: dict[str, list[float]],
+    shares: dict[str, list[float]],
+) -> bool:
+    """Load into zeros what is on the disk; plain reads of the same files, before or after it, bound that.
+
+    Returns:
+        Whether it was what had been saved.
+    """
     ranks = part.ranks
     files = files_of(path)
     # Each rank its share of the files, as evenly as they come.
     mine = sorted(files, key=lambda file: file.stat().st_size)[ranks.rank :: ranks.world]
     into = zeros_like(state)
 
-    def one() -> None:
-        plain_s = None
-        if part.spec.detailed:
-            ranks.barrier()
-            plain_s = ranks.slowest(read_seconds(mine, _READ_THREADS))
+    def plain() -> float:
+        ranks.barrier()
+        return ranks.slowest(read_seconds(mine, _READ_THREADS))
+
+    def load() -> float:
         for value in into.values():
             value.zero_()
         ranks.settle()
@@ -331,16 +343,22 @@ def _load(
         candidate.load(into, path)
         if part.spec.device == "cuda":
             torch.cuda.synchronize()
-        add("load_s", ranks.slowest(time.perf_counter() - started), plain_s)
+        return ranks.slowest(time.perf_counter() - started)
 
-    for _ in range(5 if part.spec.guarded else 4 if part.spec.detailed else 1):
-        one()
-        record["equal"] = all(ranks.gather(equal(state, into)))
-        if not record["equal"]:
-            return
+    for number in range(1 + part.spec.loads):
+        if number % 2:
+            plain_s, load_s = plain(), load()
+        else:
+            load_s, plain_s = load(), plain()
+        name = "load_s" if number else "first_load_s"
+        figures.setdefault(name, []).append(load_s)
+        shares.setdefault(name, []).append(plain_s / load_s)
+        if not all(ranks.gather(equal(state, into))):
+            return False
+    return True
 
 
-def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None:
+def _measure_guarded(part: Part, state: State) -> None:
     """Save a state whose optimizer is guarded: the call returns while the copy runs. One save is traced."""
     from distckpt.trace import Trace
 
@@ -365,7 +383,6 @@ def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None
         dist_ckpt_workers=spec.workers,
         ckpt_host_memory=spec.host_memory,
         log_level="error",
-        **spec.settings,
     ) as checkpointer:
 
         def step() -> None:
@@ -374,6 +391,7 @@ def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None
 
         step()
         checkpointer.prewarm(guarded).result(timeout=_LIMIT_S)
+        returned: list[float] = []
         for number in range(_WARM_SAVES + min(4, spec.repeats)):
             ranks.settle()
             with Trace(ranks.rank) as trace:
@@ -383,8 +401,12 @@ def _measure_guarded(part: Part, state: State, add: Callable[..., None]) -> None
                 step()
                 handle.result(timeout=_LIMIT_S)
             if number >= _WARM_SAVES:
-                add("guarded_s", ranks.slowest(returned_s))
+                returned.append(ranks.slowest(returned_s))
             remove_once(ranks, root / str(handle.path))
+    figures = {"guarded_s": returned}
+    part.record({
+        "kind": "guarded", "candidate": spec.candidate, "workload": spec.workload, "figures": figures,
+    })  # fmt: skip
     # Without paths and names of files, which only this run knows.
     spans = ranks.gather([
         {name: each for name, each in span.items() if name not in _UNTOLD} for span in trace.spans
@@ -413,7 +435,7 @@ def measure_rounds(part: Part) -> None:
         figures[f"{kind}_gib_s"].append(min(ranks.gather(own / GIB / seconds)))
 
     try:
-        paths = [spec.place / f"round-{number}" for number in range(10)]
+        paths = [spec.place / f"round-{number}" for number in range(ROUNDS)]
         for path in paths:
             ranks.settle()
             add("save", candidate.save(state, path)["total_s"])
@@ -444,13 +466,14 @@ SECTIONS: dict[str, Callable[[Part], None]] = {
 
 
 def main() -> None:
-    """Do what a line of standard input asks for: a section, its spec, a file for records, seconds."""
+    """Do what a line of standard input asks for: a section, its spec, a file for records, seconds, a port."""
     warnings.simplefilter("ignore")
     asked = sys.stdin.readline()
     if not asked:
         # Started in advance, and not needed.
         return
-    section, spec, out, limit_s = json.loads(asked)
+    section, spec, out, limit_s, port = json.loads(asked)
+    os.environ["MASTER_PORT"] = str(port)
     # Says where it hangs, and ends it even if nobody is there to do so.
     faulthandler.dump_traceback_later(max(1.0, limit_s - _DUMP_S), exit=True)
     part = Part(Spec(**spec), Path(out))

@@ -4,7 +4,8 @@ Figures that have a ceiling are compared by the share of it that they reach, for
 machine was; others by their medians, unless the two states have other sizes. Noise is three times what
 samples differ by among themselves, a tenth at least; times of fewer than five samples must differ by a factor
 of two. Where only the ceiling has changed, nothing is worse.
-Exit status 1: the second run is worse in some figure of distckpt.
+Exit status 1: the second run is worse in some figure of distckpt, or has not measured what the first has, or
+what was read back in it was not what had been saved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from results import FIGURES, Results, midmean, read_records, shown, value_of
+from results import FIGURES, Results, midmean, read_records, samples_of, shown, value
 from rich.console import Console
 from rich.table import Table
 
@@ -80,16 +81,23 @@ def compare(before: Results, after: Results) -> Iterator[Comparison]:
         raise ValueError("they have no measurement in common")
     for first, second in shared:
         for figure in FIGURES:
-            mine, theirs = value_of(first, figure), value_of(second, figure)
+            mine, theirs = value(before, first, figure), value(after, second, figure)
             if not mine or not theirs:
                 continue
+            if figure == "slowdown":
+                # How many times as long a step takes: a share of nearly nothing says nothing.
+                mine, theirs = 1 + mine, 1 + theirs
             samples = [record.get("of_ceiling", {}).get(figure) for record in (first, second)]
             if not all(samples) and first["nbytes"] != second["nbytes"]:
                 continue
             if all(samples):
                 ratio = midmean(samples[1]) / midmean(samples[0])
             else:
-                samples = [record["figures"][figure] for record in (first, second)]
+                samples = [
+                    samples_of(run, record, figure) for run, record in ((before, first), (after, second))
+                ]
+                if figure == "slowdown":
+                    samples = [[1 + one for one in each] for each in samples]
                 ratio = mine / theirs
             noise = max(_LEAST, _SPREADS * max(map(spread, samples)))
             if min(map(len, samples)) < _FEW and figure not in _COUNTED:
@@ -99,6 +107,19 @@ def compare(before: Results, after: Results) -> Iterator[Comparison]:
                 second["candidate"], second["workload"], figure, mine, theirs, ratio, noise,
                 1 / ratio - 1 > noise and (is_slower or first["nbytes"] != second["nbytes"]),
             )  # fmt: skip
+
+
+def missing(before: Results, after: Results) -> Iterator[str]:
+    """Say what of distckpt the first run has and the second has not, or not as it should be."""
+    found = {(record["candidate"], record["workload"]): record for record in after.measurements()}
+    for record in before.measurements():
+        name, workload = record["candidate"], record["workload"]
+        if name.startswith("distckpt"):
+            other = found.get((name, workload))
+            if other is None:
+                yield f"{name}, {workload}: not measured in B"
+            elif record["equal"] and not other["equal"]:
+                yield f"{name}, {workload}: what was read back in B is not what had been saved"
 
 
 def main() -> int:
@@ -136,7 +157,10 @@ def main() -> int:
         console.print("Of states of other sizes only shares of ceilings are compared.")
     worse = [one for one in found if one.is_worse and one.candidate.startswith("distckpt")]
     console.print(f"{len(worse)} of {len(found)} figures are worse beyond noise.")
-    return 1 if worse else 0
+    gone = list(missing(*runs))
+    for text in gone:
+        console.print(text, markup=False)
+    return 1 if worse or gone else 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ _KEEPS_NOTHING = (
     "takes its memory anew in each save; distckpt takes in its first save what it keeps for all later ones, "
     "and starts its workers (after `prewarm` the first call took 0.1 s in place of 0.4)"
 )
+_PREPARES_LESS = (
+    "takes less in its first save: distckpt also starts its workers and reserves memory in one piece (after "
+    "`prewarm` the first call took 0.1 s in place of 0.4)"
+)
 _FEWER_FILES = (
     "has fewer files: distckpt has, beside its data, a manifest for each rank, the record of the commit and "
     "the owner of the directory, on which verification and safe crashes rest"
@@ -19,7 +23,7 @@ _NO_WORKERS = (
     "has no worker processes, of 18 MiB each; where that is not all of the difference, the rest was not "
     "looked into"
 )
-_NO_COPY = "keeps no copy of the state: the trainer waits until all of it is written"
+_NO_COPY = "keeps no copy of the state between saves: the trainer waits until all of it is written"
 _BARE = (
     "stores tensors bare; distckpt puts around each what torch.save does, so that stock PyTorch reads it, "
     "and records checksums"
@@ -46,6 +50,8 @@ _REASONS: dict[str, dict[str, str]] = {
     "host_bytes": {**dict.fromkeys(_WAITS, _NO_COPY), "": _NO_WORKERS},
     "first_stall_s": {
         "dcp.async_save": _KEEPS_NOTHING,
+        "dcp.async_save, pinned": _PREPARES_LESS,
+        "dcp.async_save, process": _PREPARES_LESS,
         "Orbax": _KEEPS_NOTHING,
         "TorchSnapshot": _KEEPS_NOTHING,
     },

@@ -16,7 +16,19 @@ from typing import Any
 
 import charts
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-from results import FIGURES, GIB, Record, Results, notes, read_records, shown, value, value_of
+from results import (
+    FIGURES,
+    GIB,
+    Record,
+    Results,
+    lost,
+    notes,
+    read_records,
+    shown,
+    shown_samples,
+    value,
+    value_of,
+)
 from tables import numbered
 
 _OURS = "distckpt"
@@ -236,7 +248,7 @@ def _cards(results: Results) -> str:
             results, ours[0], "durable_s", "of the raw write", "every byte is on the target after {}"
         ),
         _ahead_card(results, ours[0]),
-        _returns_card(ours[0]),
+        _returns_card(results, ours[0]),
         _training_card(results),
     ]
     return f'<div class="cards">{"".join(found)}</div>'
@@ -293,12 +305,12 @@ def _compared(times: float) -> str:
     return f"{times:.1f}\u00a0x faster" if times >= 1 else f"{1 / times:.1f}\u00a0x slower"
 
 
-def _returns_card(ours: Record) -> str:
+def _returns_card(results: Results, ours: Record) -> str:
     for figure, how in (
         ("guarded_s", "with a guarded optimizer: the copy runs under the next step"),
         ("returned_s", ""),
     ):
-        seconds = value_of(ours, figure)
+        seconds = value(results, ours, figure)
         if seconds is not None:
             plain = value_of(ours, "returned_s")
             detail = f"{how}; without, {_shown('returned_s', plain)}" if how and plain is not None else how
@@ -539,7 +551,7 @@ def _training(page: Page) -> str:
         panels.append(page.chart(record["candidate"], charts.training(record, until_s, most_s), note))
         rows.append(_training_row(record))
     models = "; ".join(dict.fromkeys(_text(record["model"]) for record in records))
-    head = ["", "mean step", "slower", "p50", "p99", "saves"]
+    head = ["", "mean step", "slower", "lost for each save", "p50", "p99", "saves"]
     legend = _legend([("no saves", charts.PEER), ("saves back to back, shaded", charts.OURS)])
     return (
         f"<p>{models}. Every step, all axes alike.</p>"
@@ -560,8 +572,8 @@ def _training_row(record: Record) -> list[str]:
         " → ".join(f"{1000 * seconds:.1f}" for seconds in pair) + " ms"
         for pair in (means, figures["p50_s"], figures["p99_s"])
     ]
-    slower = shown("slowdown", median(figures["slowdown"]))
-    return [_text(record["candidate"]), steps[0], slower, *steps[1:], str(figures["saves"][0])]
+    slower = shown_samples("slowdown", figures["slowdown"])
+    return [_text(record["candidate"]), steps[0], slower, lost(record), *steps[1:], str(figures["saves"][0])]
 
 
 def _s3(page: Page) -> str:

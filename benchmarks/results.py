@@ -8,6 +8,7 @@ One line is one record, its `kind` says which:
     measurement  candidate, workload, ranks, nbytes (state of all ranks), note, figures: name -> samples,
                  of_ceiling: name -> samples of the share of its ceiling, measured beside it; equal: whether
                  what was read back was what had been saved
+    guarded      candidate, workload, figures: of saves with a guarded optimizer
     training     candidate, figures, step_s of phases without and with saves, in turn
     sweep        trials, ceilings, flags, reasons: what `distckpt tune` found
     timeline     candidate, workload, spans: rank -> spans of one save, nbytes
@@ -61,13 +62,14 @@ FIGURES = {
         "Until the call returned, for a state whose optimizer is guarded: the copy runs under the next step.",
     ),
     "first_stall_s": Figure(
-        "first stall", "s", "", "Until the state may be changed, the first save of a process."
+        "first stall", "s", "", "Until the state may be changed, the first save, with nothing prepared."
     ),
     "stall_s": Figure("later stall", "s", "copy", "Until the state may be changed, later saves."),
     "durable_s": Figure(
         "durable", "s", "write", "Until every byte is on the target to stay: files and directories synced."
     ),
     "load_s": Figure("load, cold", "s", "read", "To load what was saved, none of it in the page cache."),
+    "first_load_s": Figure("first load", "s", "read", "The same, for the first time in a process."),
     "slowdown": Figure(
         "slower training", "%", "", "How much longer the mean step takes while saves go on back to back."
     ),
@@ -150,20 +152,12 @@ class Results:
         return str(self.run["config"]["compared"])
 
     def share(self, record: Record, figure: str) -> float | None:
-        """Return which share of its ceiling a figure reaches: 1 is the limit of the hardware.
+        """Return which share of its ceiling, taken beside each sample, a figure reaches: 1 is the limit.
 
-        Taken beside each sample where it was, else of the ceiling of the whole run.
+        Not of the ceiling of the whole run, which may have been measured minutes before, or after.
         """
-        if not FIGURES[figure].ceiling:
-            return None
         beside = record.get("of_ceiling", {}).get(figure)
-        if beside:
-            return midmean(beside)
-        value = value_of(record, figure)
-        rate = self.bound(FIGURES[figure].ceiling)
-        if rate is None or not value:
-            return None
-        return float(record["nbytes"]) / rate / value
+        return midmean(beside) if beside else None
 
 
 def midmean(samples: Sequence[float]) -> float:
@@ -192,20 +186,44 @@ def shown(figure: str, value: float | None) -> str:
     if unit == "GiB":
         return f"{value / GIB:.2f} GiB"
     if unit == "%":
-        return f"{100 * value:+.1f} %"
+        return f"{100 * value:+.0f} %"
     if unit == "x":
         return f"{value:.3f} x"
     return f"{value:.0f}" if figure == "files" else f"{value:.2f}"
 
 
 def value(results: Results, record: Record, figure: str) -> float | None:
-    """Return the median of a figure of a candidate; the slowdown is in another record than the others."""
-    if figure != "slowdown":
-        return value_of(record, figure)
-    for training in results.of("training"):
-        if training["candidate"] == record["candidate"]:
-            return float(median(training["figures"]["slowdown"]))
-    return None
+    """Return the median of a figure of a candidate, None if there is none."""
+    samples = samples_of(results, record, figure)
+    return float(median(samples)) if samples else None
+
+
+def shown_samples(figure: str, samples: Sequence[float]) -> str:
+    """Return the median of samples as it stands in a table; of shares, which vary, how far they go."""
+    text = shown(figure, float(median(samples)) if samples else None)
+    if FIGURES[figure].unit != "%" or len(samples) < 2:
+        return text
+    return f"{text} ({100 * min(samples):+.0f} to {100 * max(samples):+.0f})"
+
+
+def lost(training: Record) -> str:
+    """Return what a training loses for each save: its longer steps, all together."""
+    samples = training["figures"].get("lost_s")
+    return "-" if not samples else f"{1000 * median(samples):.0f} ms"
+
+
+_ELSEWHERE = {"slowdown": "training", "guarded_s": "guarded"}
+"""Figures of the compared state that are in records of their own."""
+
+
+def samples_of(results: Results, record: Record, figure: str) -> list[float]:
+    """Return the samples of a figure of a candidate, wherever they are."""
+    found: list[float] = record["figures"].get(figure, [])
+    if not found and figure in _ELSEWHERE and record["workload"] == results.compared:
+        for other in results.of(_ELSEWHERE[figure]):
+            if other["candidate"] == record["candidate"]:
+                found = other["figures"][figure]
+    return found
 
 
 _AHEAD = 0.01

@@ -27,14 +27,12 @@ import psutil
 import torch
 from candidates import CANDIDATES, Context, missing, remove_tree
 from ceilings import write_seconds
-from cell import Spec
+from cell import ROUNDS, Spec
 from machine import ROOT, default_disk, describe, slug, storage_type
 from results import BARE, GIB, SCHEMA, Record, Results, read_records, write_record
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tables import console, print_tables
 from workloads import WORKLOADS
-
-from distckpt import add_arguments
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,8 +44,9 @@ _PROBE_BYTES = 256 << 20
 _START_S = 10.0
 """What a process takes until it measures, about: torch is imported, the device is set up."""
 _SPARE_CORES = 8
-_MANY = 3.5
-"""Times `Size.repeats` and `Size.seconds`, for the state with which distckpt is compared."""
+_PEER_SAVES = 2
+_LOADS, _STATE_LOADS, _PEER_LOADS = 5, 3, 1
+"""After the first of a process."""
 _LAST = 4
 """Of `_order`: other states, and what was asked for."""
 _LEAST_BYTES = 64 << 20
@@ -90,6 +89,7 @@ class Size:
         save_s: How long plain writes of all ranks' states may take, about; sizes are in steps of four.
         repeats: Of later saves, at most.
         seconds: For the repetitions of one part.
+        many: Times both, for the state with which distckpt is compared.
         training_s: For the phases of one training.
         sweep_s: For the settings.
         workloads: Which states are saved.
@@ -99,13 +99,14 @@ class Size:
     save_s: float
     repeats: int
     seconds: float
+    many: float
     training_s: float
     sweep_s: float
     workloads: tuple[str, ...]
 
 
-FULL = Size(8.8, 1.0, 5, 10.0, 10.0, 30.0, tuple(WORKLOADS))
-QUICK = Size(1.0, 0.6, 2, 2.0, 6.0, 8.0, (_COMPARED,))
+FULL = Size(8.8, 1.0, 5, 10.0, 3.5, 12.0, 30.0, tuple(WORKLOADS))
+QUICK = Size(1.0, 0.6, 3, 3.0, 1.0, 6.0, 8.0, (_COMPARED,))
 
 
 class Run:
@@ -120,8 +121,6 @@ class Run:
         self.started = time.monotonic()
         self.seconds: dict[str, float] = {}
         cores = len(os.sched_getaffinity(0))
-        self.advised: list[str] = []
-        """Flags that the sweep found best."""
         self.waiting: Processes | None = None
         # Where there are cores to spare, the processes of the next part start beside this one.
         self.starts_ahead = cores >= _SPARE_CORES * self.ranks
@@ -149,9 +148,11 @@ class Run:
         nbytes = int(_PROBE_BYTES / plain_s * self.size.save_s) // self.ranks
         available = psutil.virtual_memory().available
         # A candidate may keep two copies on the host; files that were written may stay in memory as well.
+        # Rounds keep what they have saved.
+        states = ROUNDS + 2 if "mlperf" in sections(self.arguments) else 6
         limits = [
             nbytes, 4 * GIB, available // (6 * self.ranks),
-            psutil.disk_usage(str(folder)).free // (6 * self.ranks),
+            psutil.disk_usage(str(folder)).free // (states * self.ranks),
         ]  # fmt: skip
         if self.device == "cuda":
             limits += [torch.cuda.get_device_properties(0).total_memory // 6]
@@ -189,15 +190,15 @@ class Run:
         })  # fmt: skip
 
     def cell(self, section: str, kind: str, name: str, spec: Spec, estimate_s: float) -> bool:
-        """Measure one part in processes of its own; say whether it was."""
-        if estimate_s > self.left_s:
+        """Measure one part in processes of its own, if there is time, and distckpt in any case; was it?"""
+        if estimate_s > self.left_s and (section, name) != ("candidates", _OURS):
             self.skip(section, name, f"no time for it within {self.size.minutes:g} minutes")
             return False
         started = time.monotonic()
         out = Path(spec.folder).parent / "found.jsonl"
         out.unlink(missing_ok=True)
         folder = Path(spec.folder)
-        limit_s = min(4 * estimate_s + 30, self.left_s + 20)
+        limit_s = min(4 * estimate_s + 30, max(estimate_s, self.left_s) + 20)
         processes, self.waiting = self.waiting or Processes(self.ranks), None
         try:
             processes.begin(kind, spec, out, limit_s)
@@ -229,16 +230,13 @@ class Processes:
     """One process for each rank, which import all that they need and wait to be told what to do."""
 
     def __init__(self, ranks: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         self._running: list[subprocess.Popen[str]] = []
         self._files = ExitStack()
         self._errors = [self._files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]  # noqa: SIM115
         for rank in range(ranks):
             environment = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             }  # fmt: skip
             command = [sys.executable, str(Path(__file__).with_name("cell.py"))]
             self._running.append(
@@ -250,10 +248,14 @@ class Processes:
 
     def begin(self, section: str, spec: Spec, out: Path, limit_s: float) -> None:
         """Have all of them measure a part."""
+        # Not before: another process might have taken it meanwhile.
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         for process in self._running:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([section, asdict(spec), str(out), limit_s]) + "\n")
+                process.stdin.write(json.dumps([section, asdict(spec), str(out), limit_s, port]) + "\n")
                 process.stdin.flush()
 
     def wait(self, limit_s: float) -> str:
@@ -270,9 +272,8 @@ class Processes:
         for rank, process in enumerate(self._running):
             if process.poll():
                 self._errors[rank].seek(0)
-                lines = [line.strip() for line in self._errors[rank].read().splitlines() if line.strip()]
-                said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
-                return f"rank {rank} ended with status {process.returncode}: {said[:300]}"
+                said = why_it_ended(self._errors[rank].read(), limit_s)
+                return f"rank {rank} ended with status {process.returncode}: {said}"
         return ""
 
     def end(self) -> None:
@@ -282,6 +283,15 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
         self._files.close()
+
+
+def why_it_ended(text: str, limit_s: float) -> str:
+    """Return what the standard error of a part that failed says of the reason."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # As `faulthandler` begins, which goes on with stacks.
+    if any(line.startswith("Timeout (") for line in lines):
+        return f"it had not ended within {limit_s:.0f} s"
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")[:300]
 
 
 def _clear(folder: Path) -> None:
@@ -294,13 +304,12 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
     only = sections(run.arguments)
     plain_s = run.plain_s
     # A first save, one watched, repetitions, and loads; those of distckpt each beside its ceiling.
-    peer_s = run.start_s + 12 * plain_s
-    ours_s = run.start_s + 40 * plain_s
-    state_s = run.start_s + 13 * plain_s
-    if "sweep" in only:
-        progress("sweep", 0.0)
-        _sweep(run, spec)
-        spec = _advised(run, spec)
+    peer_s = run.start_s + 20 * plain_s
+    saves = run.size.many * run.size.repeats
+    # After each save there are plain writes, in two ways.
+    saving_s = min(run.size.many * run.size.seconds, 3 * saves * plain_s)
+    ours_s = run.start_s + saving_s + 15 * plain_s
+    state_s = run.start_s + 20 * plain_s
     context = Context(run.device, 0, run.ranks, spec.workers, spec.host_memory)
     parts: list[tuple[str, str, str, Spec, float]] = []
     if "candidates" in only:
@@ -309,26 +318,28 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
             if reason:
                 run.skip("candidates", name, reason)
                 continue
-            detailed = name == _OURS
-            part = replace(spec, candidate=name, detailed=detailed, guarded=detailed)
-            if detailed:
+            is_ours = name == _OURS
+            part = replace(spec, candidate=name, guarded=is_ours)
+            if is_ours:
                 # Whose shares are to be the same in the next run.
-                part = replace(part, repeats=round(_MANY * spec.repeats), seconds=_MANY * spec.seconds)
+                seconds = run.size.many * spec.seconds
+                part = replace(part, repeats=round(saves), seconds=seconds, loads=_LOADS)
             else:
-                part = replace(part, repeats=min(2, spec.repeats), seconds=spec.seconds / 2)
+                part = replace(part, repeats=_PEER_SAVES, loads=_PEER_LOADS)
             if not name.startswith(_OURS):
                 part = replace(part, workers=run.threads)
-            parts.append(("candidates", "measure", name, part, ours_s if detailed else peer_s))
+            parts.append(("candidates", "measure", name, part, ours_s if is_ours else peer_s))
     if "workloads" in only:
         for name in run.arguments.workloads or run.size.workloads:
             if name != _COMPARED or "candidates" not in only:
-                part = replace(spec, workload=name, nbytes=spec.nbytes // 2, detailed=True)
+                part = replace(spec, workload=name, nbytes=spec.nbytes // 2, loads=_STATE_LOADS)
                 parts.append(("workloads", "measure", name, part, state_s))
     if "training" in only:
         for name in _TRAINED:
             part = replace(
                 spec, candidate=name, seconds=run.size.training_s,
                 nbytes=min(spec.nbytes, 4 * GIB if run.device == "cuda" else GIB // 8),
+                workers=run.workers if name == _OURS else run.threads,
             )  # fmt: skip
             parts.append(("training", "training", name, part, run.start_s + 1.5 * run.size.training_s))
     if "mlperf" in only:
@@ -341,23 +352,17 @@ def measure(run: Run, spec: Spec, progress: Callable[[str, float], None]) -> Non
             progress(f"{section}: {name}", estimate_s / total_s)
             run.cell(section, kind, name, part, estimate_s)
 
+    first = [part for part in parts if _order(part[0], part[2]) < 2]
     last = [part for part in parts if _order(part[0], part[2]) == _LAST]
-    go_through([part for part in parts if part not in last])
+    go_through(first)
+    if "sweep" in only:
+        progress("sweep", 0.0)
+        _sweep(run, spec)
+    go_through([part for part in parts if part not in (*first, *last)])
     if "s3" in only:
         progress("s3", 0.0)
         _measure_s3(run)
     go_through(last)
-
-
-def _advised(run: Run, spec: Spec) -> Spec:
-    """Have distckpt use the buckets and O_DIRECT, or not, that the sweep found best."""
-    if not run.advised:
-        return spec
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    found = parser.parse_args(" ".join(run.advised).split())
-    settings = {"ckpt_bucket_bytes": found.ckpt_bucket_bytes, "ckpt_direct_io": found.ckpt_direct_io}
-    return replace(spec, settings=settings)
 
 
 def _order(section: str, name: str) -> int:
@@ -373,6 +378,9 @@ def _order(section: str, name: str) -> int:
 
 def _sweep(run: Run, spec: Spec) -> None:
     """Find the settings for this target, as `distckpt tune` does."""
+    if run.size.sweep_s > run.left_s:
+        run.skip("sweep", "distckpt tune", f"no time for it within {run.size.minutes:g} minutes")
+        return
     started = time.monotonic()
     command = [
         sys.executable, "-m", "distckpt", "tune", spec.folder, "--json",
@@ -385,12 +393,15 @@ def _sweep(run: Run, spec: Spec) -> None:
     except subprocess.TimeoutExpired as error:
         run.skip("sweep", "distckpt tune", f"did not end within {error.timeout:.0f} s")
     except subprocess.CalledProcessError as error:
-        run.skip("sweep", "distckpt tune", error.stderr.strip().splitlines()[-1][:300])
+        run.skip(
+            "sweep",
+            "distckpt tune",
+            (error.stderr.strip() or f"ended with status {error.returncode}").splitlines()[-1][:300],
+        )
     else:
         found = json.loads(done.stdout)
         kept = ("nbytes", "seconds", "trials", "ceilings", "flags", "reasons")
         run.record({"kind": "sweep", **{name: found[name] for name in kept}})
-        run.advised = found["flags"]
     run.seconds["sweep"] = time.monotonic() - started
 
 
@@ -523,15 +534,21 @@ def main() -> None:
             if "ceilings" in only:
                 progress("ceilings", 0.0)
                 if run.cell("ceilings", "ceilings", "all", spec, run.start_s + 20 * run.plain_s):
-                    ways = _fastest_ways(Results(read_records(run.out)))
-                    spec = replace(spec, write=ways or spec.write)
+                    found = Results(read_records(run.out))
+                    spec = replace(spec, write=_fastest_ways(found) or spec.write)
+                    if rate := found.bound("write"):
+                        # As the disk is when it is written to for longer than the first look at it took.
+                        run.plain_s = spec.nbytes * run.ranks / rate
             try:
                 measure(run, spec, progress)
             finally:
                 if run.waiting is not None:
                     run.waiting.end()
     run.record({"kind": "end", "seconds": time.monotonic() - run.started, "sections": run.seconds})
-    finish(run.out, output)
+    results = finish(run.out, output)
+    is_wanted = "candidates" in only and _OURS in (arguments.candidates or CANDIDATES)
+    if is_wanted and not results.measurements(workload=_COMPARED, candidate=_OURS):
+        raise SystemExit("distckpt was not measured: see what was skipped, and why")
 
 
 def _fastest_ways(results: Results) -> tuple[tuple[int, bool], ...]:
@@ -541,7 +558,7 @@ def _fastest_ways(results: Results) -> tuple[tuple[int, bool], ...]:
     return tuple((threads[name], direct) for name, direct in names.items() if name in threads)
 
 
-def finish(out: Path, output: Console) -> None:
+def finish(out: Path, output: Console) -> Results:
     """Show what was found, and write the page and the trace beside it."""
     results = Results(read_records(out))
     print_tables(results, output)
@@ -560,6 +577,7 @@ def finish(out: Path, output: Console) -> None:
         write_trace(trace, {int(rank): spans for rank, spans in record["spans"].items()})
         written.append(trace)
     output.print("Written: " + ", ".join(str(path) for path in written))
+    return results
 
 
 if __name__ == "__main__":

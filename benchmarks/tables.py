@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from results import BARE, FIGURES, GIB, Record, Results, notes, read_records, shown, value
+from results import (
+    FIGURES,
+    GIB,
+    Record,
+    Results,
+    lost,
+    notes,
+    read_records,
+    samples_of,
+    shown_samples,
+    value,
+)  # fmt: skip
 from rich.console import Console
 from rich.table import Table
 
@@ -16,15 +27,15 @@ _README = ROOT / "README.md"
 _RESULTS = ROOT / "benchmarks" / "results"
 _BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
 _TIMES = ("returned_s", "guarded_s", "first_stall_s", "stall_s", "durable_s", "load_s", "slowdown")
-_COSTS = ("host_bytes", "cpu_s", "bytes_ratio", "files")
-_STATES = ("first_stall_s", "stall_s", "durable_s", "load_s", "host_bytes", "cpu_s", "files")
+_COSTS = ("first_load_s", "host_bytes", "cpu_s", "bytes_ratio", "files")
+_STATES = ("first_stall_s", "stall_s", "durable_s", "load_s", "first_load_s", "host_bytes", "cpu_s", "files")
 _README_FIGURES = (*_TIMES, "host_bytes")
 _WIDTH = 160
 
 
 def cell(results: Results, record: Record, figure: str) -> str:
     """Return a figure as it stands in a table: with its share of its ceiling, if it has one."""
-    text = shown(figure, value(results, record, figure))
+    text = shown_samples(figure, samples_of(results, record, figure))
     share = results.share(record, figure)
     return text if share is None else f"{text} ({100 * share:.0f} %)"
 
@@ -129,10 +140,11 @@ def _print_trainings(results: Results, output: Console) -> None:
             " -> ".join(f"{1000 * seconds:.1f}" for seconds in figures[name]) + " ms"
             for name in ("p50_s", "p99_s")
         ]
-        slowdown = f"{100 * median(figures['slowdown']):+.1f} %"
-        rows.append([record["candidate"], slowdown, *steps, str(figures["saves"][0]), record["model"]])
+        slowdown = shown_samples("slowdown", figures["slowdown"])
+        saves = str(figures["saves"][0])
+        rows.append([record["candidate"], slowdown, lost(record), *steps, saves, record["model"]])
     if rows:
-        head = ["", "mean step", "p50", "p99", "saves", "model"]
+        head = ["", "mean step", "lost for each save", "p50", "p99", "saves", "model"]
         _print_table(output, "Training while it saves back to back", head, rows)
 
 
@@ -165,14 +177,46 @@ def markdown(files: list[Path]) -> str:
             f"{results.run['versions']['torch']}: {record['title']}, {size}\n"
         )
         parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
-        for training in results.of("training"):
-            if training["candidate"] == BARE:
-                slower = shown("slowdown", median(training["figures"]["slowdown"]))
-                parts.append(f"A plain copy and plain writes of as many bytes slow training by {slower}.\n")
+        parts.append(f"{_counts(results)} {_trainings(results)} {_left_out(results)}".strip() + "\n")
         texts = [f"[{number}] {text}" for text, number in numbered(results, _README_FIGURES).items()]
         if texts:
             parts.append("  \n".join(texts) + "\n")
     return "\n".join(parts)
+
+
+def _counts(results: Results) -> str:
+    """Return of how many samples the medians are."""
+    numbers: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    for record in results.measurements(workload=results.compared):
+        figures = record["figures"]
+        counted = len(figures.get("stall_s", [])), len(figures.get("load_s", []))
+        numbers[record["candidate"] == "distckpt"].append(counted)
+    texts = []
+    for is_ours, who in ((True, "distckpt"), (False, "each peer")):
+        if numbers[is_ours]:
+            saves, loads = map(min, zip(*numbers[is_ours], strict=True))
+            texts.append(f"{saves} later saves and {loads} loads of {who}")
+    return f"Medians of {' and '.join(texts)}."
+
+
+def _trainings(results: Results) -> str:
+    """Return what saves take from a training, and how many of them."""
+    texts = [
+        f"{record['candidate']} {lost(record)}"
+        for record in results.of("training")
+        if "lost_s" in record["figures"]
+    ]
+    return f"Lost by training for each save: {', '.join(texts)}." if texts else ""
+
+
+def _left_out(results: Results) -> str:
+    """Return who was not measured for want of time: the others are not installed, or do not fit."""
+    names = [
+        record["name"]
+        for record in results.of("skipped")
+        if record["section"] == "candidates" and record["reason"].startswith("no time")
+    ]
+    return f"No time was left for {', '.join(names)}." if names else ""
 
 
 def readme(text: str, tables: str) -> str:

@@ -15,7 +15,7 @@ from bare import BareSave
 from candidates import remove_tree
 from results import BARE
 from torch.distributed import new_group
-from torch.distributed.checkpoint import FileSystemWriter, async_save
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,8 +33,7 @@ _VOCABULARY = 4096
 _WARM_STEPS = 10
 _WARM_SAVES = 3
 """Saves until one replays a captured graph."""
-_TURNS = 5
-_STOCK_THREADS = 8
+_TURNS = 9
 
 
 class _Model(torch.nn.Module):
@@ -195,8 +194,9 @@ class _Ours(_Saving):
 class _Stock(_Saving):
     """`dcp.async_save` with a stager that keeps pinned memory and copies in a thread."""
 
-    def __init__(self, trainer: Trainer, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, trainer: Trainer, folder: Path, ranks: Ranks, threads: int) -> None:
         super().__init__(trainer, folder, ranks)
+        self._threads = threads
         self._stager: DefaultStager | None = None
         # Of its own: its thread says things in it while the training does in others.
         self._group = new_group(backend="gloo")
@@ -213,11 +213,13 @@ class _Stock(_Saving):
         # torch 2.11 empties the stager that it was given when its save has ended: it is made anew.
         inner = getattr(self._stager, "_state_dict_stager", None)
         if not getattr(inner, "_deepcopy_dispatch", None):
+            self.close()
             self._stager = DefaultStager(StagingOptions(is_cuda, False, True, is_cuda))
         self._path = self._folder / f"stock-{number}"
         self._response: Any = async_save(
             self._trainer.state(),
-            storage_writer=FileSystemWriter(str(self._path), thread_count=_STOCK_THREADS),
+            storage_writer=FileSystemWriter(str(self._path), thread_count=self._threads),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
             async_stager=self._stager,
             process_group=self._group,
         )
@@ -274,14 +276,12 @@ def measure(part: Part) -> None:
         saving = _Ours(
             trainer, spec.place, ranks,
             dist_ckpt_workers=spec.workers, ckpt_host_memory=max(spec.host_memory, 2 * nbytes),
-            **spec.settings,
         )  # fmt: skip
     elif spec.candidate == BARE:
         saving = _Bare(trainer, spec.place, ranks)
     else:
-        saving = _Stock(trainer, spec.place, ranks)
+        saving = _Stock(trainer, spec.place, ranks, spec.workers)
     phases: list[dict[str, Any]] = []
-    saves = 0
     try:
         for _ in range(_WARM_SAVES):
             saving.begin()
@@ -294,6 +294,7 @@ def measure(part: Part) -> None:
             gc.collect()
             ranks.settle()
             steps: list[float] = []
+            saves = 0
             until = time.perf_counter() + spec.seconds / _TURNS
             while True:
                 started = time.perf_counter()
@@ -309,28 +310,38 @@ def measure(part: Part) -> None:
                     break
             saving.finish()
             saving.clear()
-            phases.append({"saving": is_saving, "step_s": [round(one, 6) for one in steps]})
+            phases.append(
+                {"saving": is_saving, "saves": saves, "step_s": [round(one, 6) for one in steps]}
+            )  # fmt: skip
     finally:
         saving.close()
     part.record({
         "kind": "training", "candidate": spec.candidate, "model": trainer.name, "ranks": ranks.world,
         "nbytes": int(ranks.total(size_of(trainer.state()))), "phases": phases,
-        "figures": _figures(phases) | {"saves": [saves]},
+        "figures": figures_of(phases),
     })  # fmt: skip
 
 
-def _figures(phases: list[dict[str, Any]]) -> dict[str, list[float]]:
+def figures_of(phases: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return what phases without and with saves, in turn, tell: of each one with saves, and of all steps.
+
+    Each phase with saves stands beside the two around it: what drifts slowly cancels out.
+    """
     means = [mean(phase["step_s"]) for phase in phases]
     plain, saving = (
         sorted(step for phase in phases if phase["saving"] is kind for step in phase["step_s"])
         for kind in (False, True)
     )
+    lost = [
+        (mine - (before + after) / 2, (before + after) / 2, phase)
+        for before, mine, after, phase in zip(
+            means[::2], means[1::2], means[2::2], phases[1::2], strict=False
+        )
+    ]
     return {
-        # Each phase with saves beside the two around it: what drifts slowly cancels out.
-        "slowdown": [
-            2 * mine / (before + after) - 1
-            for before, mine, after in zip(means[::2], means[1::2], means[2::2], strict=False)
-        ],
+        "slowdown": [more / step for more, step, _ in lost],
+        "lost_s": [more * len(phase["step_s"]) / phase["saves"] for more, _, phase in lost],
         "p50_s": [median(plain), median(saving)],
         "p99_s": [quantiles(steps, n=100, method="inclusive")[98] for steps in (plain, saving)],
+        "saves": [sum(phase["saves"] for phase in phases)],
     }

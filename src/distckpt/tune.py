@@ -87,7 +87,8 @@ _SHARES = {"workers": 0.55, "buckets": 0.8, "direct": 1.0, "parts": 1.0}
 _SIGMAS = 1.5
 """A standard deviation is about so many median distances."""
 _LEAST_NOISE = 0.02
-_UNKNOWN_NOISE = 0.25
+_ENOUGH_SAVES, _UNKNOWN_NOISE = 5, 0.25
+"""Fewer saves do not tell how much they vary: then it is taken for so much at least."""
 _LEAST_GAIN = 0.1
 """What is gained by less than that is not worth a setting, nor the same in the next sweep."""
 _SCRATCH = ".distckpt-tune-"
@@ -173,7 +174,7 @@ def noise_of(trials: Sequence[Trial]) -> float:
     """Return by what part of itself the time of a save varies under one setting.
 
     A standard deviation, from the median distance to the median: a single save that something held up does
-    not count. Of several settings the one in the middle.
+    not count. Of several settings the one in the middle. Fewer than five saves of each do not tell.
 
     Args:
         trials: Those that are compared.
@@ -183,7 +184,12 @@ def noise_of(trials: Sequence[Trial]) -> float:
         middle = statistics.median(trial.seconds)
         if len(trial.seconds) > 1:
             spreads.append(_SIGMAS * statistics.median(abs(each - middle) for each in trial.seconds) / middle)
-    return max(_LEAST_NOISE, statistics.median(spreads)) if spreads else _UNKNOWN_NOISE
+    least = _LEAST_NOISE if _num_saves(trials) >= _ENOUGH_SAVES else _UNKNOWN_NOISE
+    return max(least, statistics.median(spreads)) if spreads else _UNKNOWN_NOISE
+
+
+def _num_saves(trials: Sequence[Trial]) -> int:
+    return min(len(trial.seconds) for trial in trials)
 
 
 def choose(trials: Sequence[Trial]) -> Trial:
@@ -214,9 +220,9 @@ def reason_for(trials: Sequence[Trial], ceilings: Mapping[str, Sequence[float]])
     """
     chosen = choose(trials)
     fastest = min(trials, key=lambda trial: statistics.median(trial.seconds))
-    noise = f"±{noise_of(trials):.0%}" + (
-        "" if len(fastest.seconds) > 1 else ", assumed: there was time for one"
-    )
+    noise, saves = f"±{noise_of(trials):.0%}", _num_saves(trials)
+    if saves < _ENOUGH_SAVES:
+        noise += f", assumed: there was time for {saves}"
     rate = f"{chosen.label}: {chosen.gib_per_s:.2f} GiB/s"
     others = ", ".join(f"{each.label} {each.gib_per_s:.2f}" for each in trials if each is not chosen)
     if len(trials) == 1:

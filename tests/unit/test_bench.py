@@ -52,19 +52,32 @@ def ceiling(name: str, *samples: float) -> dict[str, Any]:
     return {"kind": "ceiling", "name": name, "what": name, "unit": "GiB/s", "samples": [*samples]}
 
 
-def test_a_figure_is_a_share_of_the_best_way_to_do_it() -> None:
+def test_a_figure_is_a_share_of_what_was_measured_beside_it() -> None:
     results = load("results").Results([
         run_record(), ceiling("memcpy", 8.0), ceiling("write_direct", 1.0), ceiling("write_buffered", 2.0),
         measurement("a", stall_s=[0.25], durable_s=[1.0, 0.5, 3.0], files=[3]),
         measurement("b", durable_s=[1.0], of_ceiling={"durable_s": [0.9, 0.7, 0.8]}),
     ])  # fmt: skip
     a, b = results.measurements()
-    assert results.share(a, "stall_s") == pytest.approx(0.5)
-    assert results.share(a, "durable_s") == pytest.approx(0.5)
-    # Taken beside each sample, it counts for more.
     assert results.share(b, "durable_s") == pytest.approx(0.8)
-    assert results.share(a, "files") is None
-    assert results.share(a, "load_s") is None
+    # What the run found at another time says nothing of these samples.
+    assert results.share(a, "durable_s") is None
+    assert results.bound("write") == 2 * GIB
+
+
+def test_a_sample_stands_between_two_of_its_ceiling() -> None:
+    assert load("cell").shares_of([2.0, 4.0], [1.0, 3.0, 5.0]) == [1.0, 1.0]
+
+
+def test_a_training_loses_what_its_steps_take_longer_beside_saves() -> None:
+    phases = [
+        {"saving": number % 2 == 1, "saves": 2 * (number % 2), "step_s": [1.5 if number % 2 else 1.0] * 8}
+        for number in range(5)
+    ]
+    found = load("training").figures_of(phases)
+    assert found["slowdown"] == [0.5, 0.5]
+    assert found["lost_s"] == [2.0, 2.0]
+    assert found["saves"] == [4]
 
 
 def test_a_share_is_steady_where_a_ceiling_takes_turns_and_one_sample_moves_little() -> None:
@@ -80,6 +93,20 @@ def test_states_of_disks_that_are_about_as_fast_have_one_size() -> None:
     mib = 1 << 20
     assert [coarse(nbytes * mib) for nbytes in (1, 64, 255, 256)] == [64 * mib, 64 * mib, 64 * mib, 256 * mib]
     assert coarse(int(1.2 * GIB)) == coarse(int(3.9 * GIB)) == GIB
+
+
+def test_a_part_that_is_ended_for_its_time_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "part.py"
+    script.write_text(
+        "import faulthandler, time\nfaulthandler.dump_traceback_later(0.1, exit=True)\ntime.sleep(60)\n"
+    )
+    slow = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    script.write_text("raise OSError('the disk is gone')\n")
+    broken = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    why = load("run").why_it_ended
+    assert why(slow.stderr, 7.0) == "it had not ended within 7 s"
+    assert why(broken.stderr, 7.0) == "OSError: the disk is gone"
+    assert why("", 7.0) == ""
 
 
 def test_where_a_peer_is_ahead_a_note_says_why() -> None:
@@ -143,6 +170,28 @@ def test_of_states_of_other_sizes_only_shares_of_ceilings_are_compared() -> None
     runs = [results.Results([run_record(), record]) for record in (figures, larger)]
     assert {one.figure for one in module.compare(runs[0], runs[0])} == {"stall_s", "host_bytes", "load_s"}
     assert {one.figure for one in module.compare(*runs)} == {"stall_s"}
+
+
+def test_what_is_missing_or_was_read_back_different_is_worse(tmp_path: Path) -> None:
+    ours = measurement("distckpt", durable_s=[1.0] * 5)
+    peer = measurement("torch.save", durable_s=[1.0] * 5)
+    slower = {"kind": "training", "candidate": "distckpt", "figures": {"slowdown": [3.0] * 5}}
+    as_fast = {"kind": "training", "candidate": "distckpt", "figures": {"slowdown": [0.02] * 5}}
+    files = {
+        "good": [ours, peer, as_fast],
+        "without": [peer, as_fast],
+        "different": [{**ours, "equal": False}, peer, as_fast],
+        "slower": [ours, peer, slower],
+    }
+    for name, records in files.items():
+        text = "".join(json.dumps(record) + "\n" for record in (run_record(), *records))
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    for name in files:
+        done = subprocess.run(
+            [sys.executable, BENCHMARKS / "compare.py", tmp_path / "good.jsonl", tmp_path / f"{name}.jsonl"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == (name != "good"), (name, done.stdout, done.stderr)
 
 
 def test_compare_command(tmp_path: Path) -> None:
