@@ -22,18 +22,19 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distckpt.commit import committed_by, details_of, reclaim, remove_checkpoint, writer_may_live
-from distckpt.errors import CheckpointError, CommitError, IntegrityError, WriteError
+from distckpt.errors import CheckpointError, CommitError, ConfigError, IntegrityError, WriteError
 from distckpt.exitstatus import note_failure
 from distckpt.manifest import METADATA
 from distckpt.mirror import mirror
 from distckpt.retention import LATEST, Saved, committed_at, kept_steps
-from distckpt.storage import open_storage
+from distckpt.storage import linked_directories, open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -49,6 +50,13 @@ _STEP_DIGITS = 8
 _BAD_MEDIUM = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA})
 _IDLE_TIMEOUTS = 2.0
 """A save in whose directory nothing has changed for so many deadlines is over."""
+
+
+def _step_of(name: str) -> int | None:
+    """Return the step whose directory has this name, as `Storage.list` spells it."""
+    text = name.removeprefix(_PREFIX).removesuffix("/")
+    is_step = text.isdecimal() and name == f"{_PREFIX}{int(text):0{_STEP_DIGITS}}/"
+    return int(text) if is_step else None
 
 
 class Copy(NamedTuple):
@@ -93,9 +101,11 @@ class Archive:
         url = self._open_at(root, is_root=True).url.rstrip("/") or "/"
         self._urls = [url]
         if config.ckpt_local_dir:
-            # Jobs with other roots share the directory, and their steps have the same names.
-            name = hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-            local = os.path.join(os.path.abspath(config.ckpt_local_dir), name)
+            # Jobs with other roots share the directory, and their steps have the same names; one root may be
+            # spelt in more than one way.
+            named = os.path.realpath(url) if os.path.isabs(url) else url
+            name = hashlib.sha256(named.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+            local = os.path.join(os.path.abspath(os.path.expanduser(config.ckpt_local_dir)), name)
             self._urls.insert(0, local)
         self._known: list[dict[int, Saved]] = [{} for _ in self._urls]
         """Committed checkpoints of each tier, as far as something was asked of them."""
@@ -175,7 +185,7 @@ class Archive:
 
         Nothing is asked of a directory before it is its turn.
         """
-        steps = {step for tier in range(len(self._urls)) for step in self._directories(tier)}
+        steps = {step for tier in range(len(self._urls)) for step in self._directories(tier, with_links=True)}
         for step in sorted(steps, reverse=True):
             yield from self._places(step)
 
@@ -226,13 +236,31 @@ class Archive:
         """Say whether a step is complete in a tier."""
         return self.open(step, tier).read(METADATA, nbytes=0) is not None
 
-    def _directories(self, tier: int) -> list[int]:
-        found = []
-        for name in self._open_tier(tier).list():
-            text = name.removeprefix(_PREFIX).removesuffix("/")
-            if text.isdecimal() and name == f"{_PREFIX}{int(text):0{_STEP_DIGITS}}/":
-                found.append(int(text))
-        return sorted(found)
+    def _directories(self, tier: int, *, with_links: bool = False) -> list[int]:
+        """Return the steps that have a directory, or a link to one: to be read, and never removed."""
+        storage = self._open_tier(tier)
+        names = list(storage.list())
+        if with_links:
+            names += linked_directories(storage)
+        return sorted(step for name in names if (step := _step_of(name)) is not None)
+
+    def why_nothing(self) -> str:
+        """Return what may be wrong about a root without checkpoints; nothing if it looks like a new one.
+
+        Raises:
+            ConfigError: It is a checkpoint itself.
+        """
+        names = list(self._open_tier(len(self._urls) - 1).list())
+        if METADATA in names:
+            url = self._urls[-1].rstrip("/")
+            raise ConfigError(
+                f"{url} is itself a checkpoint: the root is the directory of all steps, above it"
+            )
+        alike = [name for name in sorted(names) if name.endswith("/") and re.search(r"\d/$", name)]
+        others = [name.rstrip("/") for name in alike if _step_of(name) is None]
+        if not others:
+            return ""
+        return f"it has {', '.join(others[:3])}, and only {_PREFIX}{'N' * _STEP_DIGITS} is looked at"
 
     def take(
         self, step: int, save_id: str, failed: Collection[str], metric: float | None, time_s: float

@@ -299,3 +299,22 @@ def test_steps_lie_where_they_were_told_to_whatever_the_path_looks_like(tmp_path
             assert checkpointer.latest() == 1
             checkpointer.restore(loaded)
         assert torch.equal(loaded["weight"], state["weight"])
+
+
+def test_a_link_to_a_step_is_read_and_what_it_leads_to_is_never_removed(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "larger-disk"
+    other.mkdir()
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"weight": torch.full((2,), float(step))}).result()
+    (root / "step-00000002").rename(other / "2")
+    (root / "step-00000002").symlink_to(other / "2")
+    loaded = {"weight": torch.zeros(2)}
+    with Checkpointer(root, keep_last=1) as checkpointer:
+        assert checkpointer.steps() == [1, 2]
+        assert checkpointer.restore(loaded) == 2
+        assert loaded["weight"].tolist() == [2.0, 2.0]
+        checkpointer.save(3, loaded).result()
+        checkpointer.save(4, loaded).result()
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert verify(open_storage(other / "2")).status == "complete"

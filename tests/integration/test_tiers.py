@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from distckpt import Checkpointer, CheckpointError, ConfigError, IntegrityError, mirror
+from distckpt import CheckpointConfig, Checkpointer, CheckpointError, ConfigError, IntegrityError, mirror
 from distckpt.archive import Archive
 from distckpt.retention import Saved
 from distckpt.storage import open_storage, posix
@@ -443,3 +443,12 @@ def test_the_local_directory_is_bounded_while_the_root_is_away(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="root"):
         checkpointer.close()
     assert local_steps(local) == ["step-00000006", "step-00000007"]
+
+
+def test_what_was_not_uploaded_is_found_however_the_root_is_spelt(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    root, settings = tmp_path / "root", CheckpointConfig(ckpt_local_dir=str(tmp_path / "local"))
+    save_without_root(root, {"config": settings})
+    for spelt in (f"{tmp_path}//root", f"{tmp_path}/./root/", f"{tmp_path}/elsewhere/root", root):
+        with Checkpointer(spelt, settings) as checkpointer:
+            assert checkpointer.latest() == 2, spelt

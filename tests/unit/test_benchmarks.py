@@ -212,8 +212,9 @@ def test_readme_says_how_to_repeat_each_figure() -> None:
 def test_a_run_without_time_measures_distckpt_all_the_same(tmp_path: Path) -> None:
     out = tmp_path / "found.jsonl"
     command = [
-        sys.executable, BENCHMARKS / "run.py", "--minutes", "0.01", "--device", "cpu", "--target", tmp_path,
-        "--gib-per-rank", "0.0625", "--candidates", "distckpt;dcp.save", "--out", out,
+        sys.executable, str(BENCHMARKS / "run.py"), "--minutes", "0.01", "--device", "cpu",
+        "--target", str(tmp_path), "--gib-per-rank", "0.0625", "--candidates", "distckpt;dcp.save",
+        "--out", str(out),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr

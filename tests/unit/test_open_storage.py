@@ -481,3 +481,30 @@ def test_settings_that_a_storage_cannot_honour_are_refused(own_module: str, tmp_
         open_storage("s3://bucket/x", S3_OPTIONS, bucket_bytes=4 << 20)
     for url, given in (("memory://x", {}), ("mine://x", options)):
         assert open_storage(url, given, bucket_bytes=8 << 20).part_bytes(0) == 0
+
+
+@pytest.mark.parametrize("path", [b"/tmp/x", None, 5, ["/tmp"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigError, match="expected a path or a URL"):
+        open_storage(path)
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/x", "gs:/bucket", "file:/tmp/x", "file://localhost/x", "S3:/b"])
+def test_a_url_without_a_slash_is_no_local_path(url: str) -> None:
+    with pytest.raises(ConfigError, match="://"):
+        open_storage(url)
+
+
+def test_a_way_through_a_link_and_back_is_the_same_for_every_kind_of_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real/deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/deep")
+    monkeypatch.chdir(tmp_path)
+    paths: list[str | Path] = [
+        f"{tmp_path}/link/../run",
+        Path(f"{tmp_path}/link/../run"),
+        "link/../run",
+        Path("link/../run"),
+    ]
+    assert {os.path.realpath(open_storage(path).url) for path in paths} == {str(tmp_path / "real/run")}

@@ -233,6 +233,18 @@ def fill(storage: Storage, name: str, offset: int, target: memoryview) -> int | 
     return len(data)
 
 
+def linked_directories(storage: Storage) -> Sequence[str]:
+    """Return the names of links to directories in a checkpoint's directory, each with a slash after it.
+
+    `Storage.list` leaves them out: what lies there is not removed. It can be read.
+
+    Raises:
+        WriteError: The storage refuses.
+    """
+    find: Callable[[], Sequence[str]] | None = getattr(storage, "linked_directories", None)
+    return () if find is None else find()
+
+
 def refuse_range(path: str, offset: int) -> NoReturn:
     """Refuse bytes that are more than were asked for: they may be others.
 
@@ -292,6 +304,8 @@ def check_name(url: str, name: str) -> None:
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _FACTORIES: dict[str, str] = {}
+_MISSPELT = re.compile(r"(s3|s3a|gs|gcs|abfs|abfss|az|file|sftp|hdfs):/(?!/)|file://(?!/)", re.IGNORECASE)
+"""What fsspec takes for a local path: a slash was lost, as in `Path("s3://bucket")`, or a host is named."""
 
 
 def register_storage(scheme: str, factory: str) -> None:
@@ -362,7 +376,8 @@ def open_storage(
         The storage that suits the URL's scheme; nothing was asked of it yet.
 
     Raises:
-        ConfigError: fsspec does not know the URL or an option, or the storage cannot honour a setting.
+        ConfigError: It is no path or URL, fsspec does not know it or an option, or the storage cannot honour
+            a setting.
     """
     storage = _open(url, options)
     return _bounded(_set(storage, direct_io=direct_io, bucket_bytes=bucket_bytes), timeout_s)
@@ -420,16 +435,25 @@ def is_url(path: str) -> bool:
 def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:
     from distckpt.storage.posix import PosixStorage
 
-    text = os.fspath(url)
+    try:
+        given: object = os.fspath(url)
+    except TypeError:
+        given = None
+    if not isinstance(given, str):
+        raise ConfigError(f"the checkpoint's path: expected a path or a URL, got {url!r}")
+    text = given
     options = dict(options or {})
     if not text:
         raise ConfigError("the checkpoint's path is empty")
     if not isinstance(url, str):
-        text = os.path.abspath(text)
+        # Not `abspath`, for which a/link/.. is a.
+        text = os.path.join(os.getcwd(), text)
     if os.path.isabs(text):
         # Whatever colons are in it; nor is fsspec imported, which takes a worker longer than all its modules.
         refuse_local_options(text, options)
         return PosixStorage(text.rstrip("/") or "/")
+    if _MISSPELT.match(text):
+        raise ConfigError(f"{text!r}: after the scheme of a URL come :// and, for files, another slash")
     scheme = text.partition("://")[0] if "://" in text else ""
     if scheme in _FACTORIES:
         return _call_factory(_FACTORIES[scheme], scheme, text, options)

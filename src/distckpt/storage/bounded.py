@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distckpt.errors import WriteError
-from distckpt.storage import can_fill, fill
+from distckpt.storage import can_fill, fill, linked_directories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -130,6 +130,10 @@ class Bounded:
     def list(self, prefix: str = "") -> dict[str, int]:
         """See `Storage.list`."""
         return self._call("list", prefix, self._storage.list, prefix)
+
+    def linked_directories(self) -> Sequence[str]:
+        """See `distckpt.storage.linked_directories`."""
+        return self._call("list", "", linked_directories, self._storage)
 
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""

@@ -577,6 +577,16 @@ class PosixStorage:
                         found[entry.name + "/"] = 0
         return found
 
+    def linked_directories(self) -> Sequence[str]:
+        """See `distckpt.storage.linked_directories`."""
+        try:
+            with os.scandir(self.root) as entries:
+                return [f"{entry.name}/" for entry in entries if entry.is_symlink() and entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            _fail(error, self.root, "cannot list")
+
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""
         path = self._path(name)
