@@ -29,7 +29,15 @@ from distckpt.manifest import METADATA, ItemTable, Manifest, plan_digest, read_p
 from distckpt.metadata import pickle_metadata, write_documents
 from distckpt.ownership import Shares
 from distckpt.planned import places_of
-from distckpt.sources import ObjectSource, TensorSource, cast, open_source, select, write_torch_file
+from distckpt.sources import (
+    EmptySource,
+    ObjectSource,
+    TensorSource,
+    cast,
+    open_source,
+    select,
+    write_torch_file,
+)
 from distckpt.staging import Item
 from distckpt.storage import open_storage
 from distckpt.verification import verify
@@ -144,7 +152,8 @@ def convert(
         What was written.
 
     Raises:
-        CheckpointError: There is no complete checkpoint at `source`; the target is not written then.
+        CheckpointError: There is no complete checkpoint at `source`, or an entry of it cannot be converted;
+            the target is not written then.
         CommitError: There is something at `target`.
         ConfigError: A setting, a pattern or a URL makes no sense.
         IntegrityError: The source is damaged, or what was written is not what was read.
@@ -154,16 +163,23 @@ def convert(
     started = time.monotonic()
     if to not in TARGETS:
         raise ConfigError(f"to: expected one of {', '.join(TARGETS)}, got {to!r}")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ConfigError(f"dtype: expected a floating-point dtype of torch, got {dtype!r}")
     tell = on_progress or (lambda what, done, total: None)
     timeout_s = CheckpointConfig().distributed_timeout_minutes * 60
     opened = open_source(source, source_options, timeout_s=timeout_s, weights_only=weights_only)
-    entries = select(opened.entries, list(include), list(exclude))
+    found = [entry for entry in opened.entries if to == "torch" or not isinstance(entry, EmptySource)]
+    entries = select(found, list(include), list(exclude))
     if dtype is not None:
         entries = [cast(entry, dtype) if isinstance(entry, TensorSource) else entry for entry in entries]
     tensors = [entry for entry in entries if isinstance(entry, TensorSource)]
     if to == "torch":
         path = write_torch_file(
-            target, entries, tell=lambda done, total: tell("write", done, total), weights_only=weights_only
+            target,
+            entries,
+            tree=opened.tree,
+            tell=lambda done, total: tell("write", done, total),
+            weights_only=weights_only,
         )
     else:
         config = CheckpointConfig(
@@ -239,8 +255,10 @@ def _plan(
     arrays: dict[str, list[Any]] = {}
     for entry in entries:
         if isinstance(entry, ObjectSource):
+            # First, for it may be refused whatever the format.
+            data = entry.read()
             engine.check_aside(entry.fqn, "a Python object")
-            items.append(Item(Frame(entry.read(), b"")))
+            items.append(Item(Frame(data, b"")))
             fqns.append(entry.fqn)
             chunks.append(None)
             rows.append([None, None, None, None, list(entry.path), None])

@@ -17,24 +17,29 @@ Threads: entries may be read by several at once.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
+import glob
 import io
 import itertools
 import json
 import math
 import os
 import pickle
+import shlex
 import threading
 import types
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
@@ -43,10 +48,10 @@ from distckpt.geometry import misfit
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import METADATA
 from distckpt.metadata import unpickle_metadata
-from distckpt.storage import Storage, open_storage, reopen_storage
+from distckpt.storage import Storage, is_url, open_storage, reopen_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     Path = tuple[str | int, ...]
 
@@ -75,6 +80,10 @@ class ObjectSource:
         self.fqn = fqn
         self.path = path
         self.read = read
+
+
+class EmptySource(ObjectSource):
+    """A dict without keys, which nothing but a file of torch.save has a place for."""
 
 
 class TensorSource:
@@ -121,11 +130,19 @@ class Source:
     Attributes:
         url: Where it is.
         entries: All that it holds, in its own order.
+        tree: The containers of the state with the names of entries in them, if the source has their kinds and
+            keys; None if there are paths alone.
     """
 
-    def __init__(self, url: str, entries: Iterable[TensorSource | ObjectSource]) -> None:
+    def __init__(
+        self,
+        url: str,
+        entries: Iterable[TensorSource | ObjectSource],
+        tree: Mapping[Any, Any] | None = None,
+    ) -> None:
         self.url = url
         self.entries = list(entries)
+        self.tree = tree
 
 
 def open_source(
@@ -138,7 +155,7 @@ def open_source(
     """Open a checkpoint for reading, whatever its format.
 
     Args:
-        url: A directory, or a file of safetensors or torch.save.
+        url: A directory, or a file of safetensors or torch.save; which of them is not told by its name.
         storage_options: Passed to fsspec.
         timeout_s: As for `open_storage`.
         weights_only: Whether to refuse Python objects whose loading can run code.
@@ -149,14 +166,23 @@ def open_source(
         IntegrityError: It is damaged.
         WriteError: The storage refuses.
     """
-    text = os.fspath(url)
-    if os.path.isfile(text) and not text.endswith(_SUFFIX):
-        return Source(text, _torch_file(text, weights_only=weights_only))
-    folder, _, file = text.rstrip("/").rpartition("/") if text.endswith(_SUFFIX) else (text, "", "")
-    storage = open_storage(folder or ".", storage_options, timeout_s=timeout_s)
+    text, path = os.fspath(url), _local(url)
+    if path is not None and os.path.isfile(path):
+        if not path.endswith(_SUFFIX):
+            return _torch_file(path, weights_only=weights_only)
+        folder, file = os.path.split(path)
+        # Absolute, and so local, whatever colons are in it.
+        storage = open_storage(os.path.realpath(folder), storage_options, timeout_s=timeout_s)
+        return Source(text, _safetensors(_Reader(storage, timeout_s), [file]))
+    if path is None and text.endswith(_SUFFIX):
+        folder, _, file = text.rpartition("/")
+        # What follows a scheme at once lies in no folder.
+        if is_url(folder):
+            storage = open_storage(folder, storage_options, timeout_s=timeout_s)
+            if _is_file(storage, file):
+                return Source(text, _safetensors(_Reader(storage, timeout_s), [file]))
+    storage = open_storage(url, storage_options, timeout_s=timeout_s)
     read = _Reader(storage, timeout_s)
-    if file:
-        return Source(text, _safetensors(read, [file]))
     metadata = storage.read(METADATA)
     if metadata is not None:
         return Source(storage.url, _dcp(read, bytes(metadata), weights_only=weights_only))
@@ -173,12 +199,33 @@ def open_source(
     )
 
 
+def _local(url: str | os.PathLike[str]) -> str | None:
+    """Return the path on this machine that was given; None if it is elsewhere."""
+    text = os.fspath(url)
+    if not isinstance(url, str):
+        return text
+    text = text.removeprefix("file://")
+    # Without a scheme, colons are those of a name: the storages that fsspec chains have one.
+    return None if "://" in text and is_url(text) else text
+
+
+def _is_file(folder: Storage, name: str) -> bool:
+    try:
+        return folder.read(name, 0, 1) is not None
+    except WriteError:
+        # There are servers that answer so where a directory is read.
+        if f"{name}/" in folder.list():
+            return False
+        raise
+
+
 def select(
     entries: Sequence[TensorSource | ObjectSource], include: Sequence[str], exclude: Sequence[str]
 ) -> list[TensorSource | ObjectSource]:
     """Return the entries whose names fit one of `include`, if there are any, and none of `exclude`.
 
     Raises:
+        CheckpointError: Two of them have one name.
         ConfigError: A pattern fits nothing, or nothing is left.
     """
     for pattern in (*include, *exclude):
@@ -193,7 +240,25 @@ def select(
     ]
     if not chosen:
         raise ConfigError("nothing is left to convert: every entry is excluded")
+    [(fqn, count)] = Counter(entry.fqn for entry in chosen).most_common(1)
+    if count > 1:
+        paths = " and ".join(str(list(entry.path)) for entry in chosen if entry.fqn == fqn)
+        raise CheckpointError(
+            f"{count} entries are named {fqn!r}, with the keys {paths}: rename one, or leave them out "
+            f"({_exclude(fqn)})"
+        )
     return chosen
+
+
+def _exclude(fqn: str) -> str:
+    """Return the option that leaves an entry out, whatever its name means to a shell or as a pattern."""
+    return f"--exclude {shlex.quote(glob.escape(fqn))}"
+
+
+def _why(error: Exception) -> str:
+    """Return what a foreign error says, in a line and without whom to tell."""
+    first = str(error).partition("\n")[0].partition(", file an issue")[0]
+    return first or type(error).__name__
 
 
 class _Cast(TensorSource):
@@ -217,9 +282,20 @@ class _Cast(TensorSource):
 
 
 def cast(source: TensorSource, dtype: torch.dtype) -> TensorSource:
-    """Return `source` with elements of `dtype`, if they are floating-point numbers; else as it is."""
+    """Return `source` with elements of `dtype`, if they are floating-point numbers; else as it is.
+
+    Raises:
+        ConfigError: torch does not make the one of the other.
+    """
     if source.dtype == dtype or not source.dtype.is_floating_point:
         return source
+    try:
+        torch.empty(1, dtype=source.dtype).to(dtype)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{source.fqn!r} is of {source.dtype}, of which torch makes no {dtype}: "
+            f"leave it out ({_exclude(source.fqn)}), or convert without another dtype"
+        ) from error
     return _Cast(source, dtype)
 
 
@@ -374,11 +450,29 @@ class _Chunk:
                 file=self._stretch.file,
                 item=self._fqn,
             )
-        if loaded.is_quantized or loaded.layout is not torch.strided:
-            raise CheckpointError(f"{self._fqn!r} is {loaded.layout}, {loaded.dtype}: it cannot be converted")
-        return memoryview(
-            loaded.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().data
-        )
+        if not _is_plain(loaded):
+            raise CheckpointError(
+                f"{self._fqn!r} is a {type(loaded).__name__} of {loaded.dtype}, {loaded.layout}, on "
+                f"{loaded.device}: it cannot be converted; leave it out ({_exclude(self._fqn)})"
+            )
+        return memoryview(_bytes_of(loaded).data)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is its elements, one stretch after the other, and nothing beside."""
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+        # What has a dispatch of its own wraps others.
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the elements of a plain tensor, row by row; a copy only if they do not lie so."""
+    rows = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A single element is contiguous with any stride, with which it cannot be viewed as bytes.
+    return rows.as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 class _RangeFile(io.RawIOBase):
@@ -766,45 +860,93 @@ def _rows_of(array: Any) -> Callable[[int, int], np.ndarray[Any, Any]]:
     return rows
 
 
-def _torch_file(path: str, *, weights_only: bool) -> Iterator[TensorSource | ObjectSource]:
+def _torch_file(path: str, *, weights_only: bool) -> Source:
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except Exception as error:
         raise CheckpointError(
-            f"{path} is no checkpoint that torch.load(mmap=True) takes: {str(error).splitlines()[0]}"
+            f"{path} is no checkpoint that torch.load(mmap=True) takes: {_why(error)}"
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not the dict of a state")
-    flat, paths = flatten_state_dict(state)
-    for fqn, value in flat.items():
-        own = tuple(paths[fqn])
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
-            rows = value.detach()
-            rows = rows.view(-1) if rows.is_contiguous() else rows
-            while rows.dim() > 1 and rows.shape[0] == 1:
-                rows = rows[0]
-            yield _Rows(
-                fqn,
-                own,
-                value.dtype,
-                value.shape,
-                rows=_rows_in(rows),
-                num_rows=_first(rows.shape),
-                requires_grad=value.requires_grad,
-            )
-        else:
-            yield ObjectSource(fqn, own, _saved(value))
+    entries: list[TensorSource | ObjectSource] = []
+    return Source(path, entries, _named(state, (), entries))
+
+
+def _named(value: Any, path: Path, entries: list[TensorSource | ObjectSource]) -> Any:
+    """Return containers with the names of what they hold, which is added to `entries`.
+
+    They are taken apart as torch's flatten_state_dict does it, so that names are those that a save gives; it
+    does not tell what the keys were before they became text.
+    """
+    if isinstance(value, Mapping) and (value or not path):
+        named = _emptied(value)
+        for key, each in value.items():
+            named[key] = _named(each, (*path, str(key)), entries)
+        return named
+    if isinstance(value, list) and _is_taken_apart(value):
+        return [_named(each, (*path, place), entries) for place, each in enumerate(value)]
+    entries.append(_entry_of(value, path))
+    return entries[-1].fqn
+
+
+def _is_taken_apart(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(each, torch.Tensor) or _is_taken_apart(each) for each in value)
+    return isinstance(value, Mapping)
+
+
+def _emptied(value: Mapping[Any, Any]) -> Any:
+    """Return a dict of the same kind: that of a module has versions beside its keys."""
+    if type(value) is not OrderedDict:
+        return {}
+    emptied = copy.copy(value)
+    emptied.clear()
+    return emptied
+
+
+def _entry_of(value: Any, path: Path) -> TensorSource | ObjectSource:
+    fqn = ".".join(map(str, path))
+    if isinstance(value, Mapping):
+        return EmptySource(fqn, path, _saved(_emptied(value)))
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            return ObjectSource(fqn, path, _refusal(f"{fqn!r} is a meta tensor, which has no elements", fqn))
+        if isinstance(value, DTensor):
+            return ObjectSource(fqn, path, _refusal(f"{fqn!r} is what one rank had of a DTensor", fqn))
+        if _is_plain(value):
+            return _rows_entry(fqn, path, value)
+    return ObjectSource(fqn, path, _saved(value))
+
+
+def _refusal(why: str, fqn: str) -> Callable[[], bytes]:
+    """Return what refuses an entry as soon as it is read: who leaves it out never hears of it."""
+
+    def refuse() -> bytes:
+        raise CheckpointError(f"{why}: leave it out ({_exclude(fqn)})")
+
+    return refuse
+
+
+def _rows_entry(fqn: str, path: Path, value: torch.Tensor) -> _Rows:
+    rows = value.detach()
+    rows = rows.view(-1) if rows.is_contiguous() else rows
+    while rows.dim() > 1 and rows.shape[0] == 1:
+        rows = rows[0]
+    return _Rows(
+        fqn,
+        path,
+        value.dtype,
+        value.shape,
+        rows=_rows_in(rows),
+        num_rows=_first(rows.shape),
+        requires_grad=value.requires_grad,
+    )
 
 
 def _rows_in(tensor: torch.Tensor) -> Callable[[int, int], np.ndarray[Any, Any]]:
     """Return what reads rows of a tensor, as `_rows_of`."""
-
-    def rows(first: int, stop: int) -> np.ndarray[Any, Any]:
-        part = tensor[first:stop] if tensor.dim() else tensor
-        part = part.resolve_conj().resolve_neg().contiguous()
-        return part.reshape(-1).view(torch.uint8).numpy()
-
-    return rows
+    return lambda first, stop: _bytes_of(tensor[first:stop] if tensor.dim() else tensor)
 
 
 def _saved(value: Any) -> Callable[[], bytes]:
@@ -826,10 +968,14 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 class _Gaps(io.RawIOBase):
-    """Writes what torch.save writes, but the bytes of storages, and notes where these belong."""
+    """Writes what torch.save writes, but the bytes of storages, and notes where these belong.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    Args:
+        write: Given what is to be written, and where to.
+    """
+
+    def __init__(self, write: Callable[[memoryview, int], None]) -> None:
+        self._write = write
         self._position = self._end = 0
         self.gaps: list[tuple[int, int]] = []
 
@@ -851,7 +997,7 @@ class _Gaps(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data)
-        _write_all(self._fd, view, self._position)
+        self._write(view, self._position)
         self._position += view.nbytes
         return view.nbytes
 
@@ -860,6 +1006,7 @@ def write_torch_file(
     path: str | os.PathLike[str],
     entries: Sequence[TensorSource | ObjectSource],
     *,
+    tree: Mapping[Any, Any] | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
     weights_only: bool = True,
 ) -> str:
@@ -867,7 +1014,8 @@ def write_torch_file(
 
     Args:
         path: A local file that does not exist.
-        entries: What it holds; containers follow their paths.
+        entries: What it holds.
+        tree: `Source.tree`, whose containers and keys it gets; without, they follow the paths of the entries.
         tell: Told bytes done and in all.
         weights_only: Whether to refuse Python objects whose loading can run code.
 
@@ -875,21 +1023,21 @@ def write_torch_file(
         Its absolute path.
 
     Raises:
-        CheckpointError: An object cannot be loaded.
+        CheckpointError: An object cannot be loaded, or not be written in this way.
         ConfigError: It is no local path.
         WriteError: There is something, or the file system refuses.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise ConfigError(f"{text}: one file of torch.save is written to a local path only")
-    text = os.path.abspath(text)
+    local = _local(path)
+    if local is None:
+        raise ConfigError(f"{path}: one file of torch.save is written to a local path only")
+    text = os.path.abspath(local)
     if os.path.lexists(text):
         raise WriteError(f"not written: there is something at {text}", path=text)
     partial = f"{text}.{os.getpid()}.tmp"
     try:
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            _fill(fd, entries, tell, weights_only=weights_only)
+            _fill(fd, entries, tree, tell, weights_only=weights_only)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -923,7 +1071,7 @@ def _recording(seen: list[torch.UntypedStorage]) -> Any:
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+            if isinstance(value, torch.Tensor) and _is_plain(value):
                 storage = value.untyped_storage()
                 if storage.nbytes():
                     seen.append(storage)
@@ -934,46 +1082,134 @@ def _recording(seen: list[torch.UntypedStorage]) -> Any:
     return module
 
 
+def _save_around(
+    value: Any, write: Callable[[memoryview, int], None]
+) -> list[tuple[int, torch.UntypedStorage]]:
+    """Write what torch.save writes of `value`, but the bytes of storages.
+
+    Returns:
+        Where these belong.
+
+    Raises:
+        CheckpointError: That cannot be told.
+    """
+    sink, seen = _Gaps(write), list[torch.UntypedStorage]()
+    with skip_data():
+        torch.save(value, sink, pickle_module=_recording(seen))  # type: ignore[arg-type]
+    # Each once, as it was first seen: so torch.save writes them.
+    storages = list({storage._cdata: storage for storage in seen}.values())  # noqa: SLF001
+    if [stop - start for start, stop in sink.gaps] != [storage.nbytes() for storage in storages]:
+        raise CheckpointError("torch.save has written other storages than it was seen to pickle")
+    return [(start, storage) for (start, _), storage in zip(sink.gaps, storages, strict=True)]
+
+
+def _loaded(entry: ObjectSource, *, weights_only: bool) -> Any:
+    """Return a Python object that torch.save can write around the bytes of its tensors.
+
+    Raises:
+        CheckpointError: It is none, or loading it could run code.
+    """
+    data = entry.read()
+    try:
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{entry.fqn!r} is more than tensors and plain values, and loading it can run code: "
+            f"leave it out, or say weights_only=False for a checkpoint that you trust"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{entry.fqn!r} cannot be loaded ({_why(error)}): leave it out ({_exclude(entry.fqn)})"
+        ) from error
+    try:
+        _save_around(value, lambda data, offset: None)
+    except Exception as error:
+        raise CheckpointError(
+            f"{entry.fqn!r} is a {type(value).__name__} that torch.save cannot write around its data "
+            f"({_why(error)}): leave it out ({_exclude(entry.fqn)}), or convert to torch_dist"
+        ) from error
+    return value
+
+
+_NOTHING = object()
+
+
+def _filled(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Return a tree with values for names; what holds none of them is left out, or `_NOTHING`."""
+    if isinstance(tree, str):
+        return values.get(tree, _NOTHING)
+    if isinstance(tree, list):
+        items = [_filled(each, values) for each in tree]
+        while items and items[-1] is _NOTHING:
+            items.pop()
+        # So that the others keep their places.
+        return [None if each is _NOTHING else each for each in items] or _NOTHING
+    filled = _emptied(tree)
+    for key, each in tree.items():
+        value = _filled(each, values)
+        if value is not _NOTHING:
+            filled[key] = value
+    return filled or _NOTHING
+
+
+def _number_parameters(value: Any) -> None:
+    """Have states of optimizers below numbers again, not below text.
+
+    Metadata has all keys as text. Which were numbers is told by the optimizer's groups, whose lists of
+    parameters are objects; it would find no state below text, and say nothing.
+    """
+    if isinstance(value, list):
+        for each in value:
+            _number_parameters(each)
+    if not isinstance(value, dict):
+        return
+    groups, states = value.get("param_groups"), value.get("state")
+    if isinstance(groups, list) and isinstance(states, dict):
+        listed = [group.get("params") for group in groups if isinstance(group, dict)]
+        numbers = {
+            str(number): number
+            for numbers in listed
+            if isinstance(numbers, list)
+            for number in numbers
+            if type(number) is int
+        }
+        value["state"] = {numbers.get(key, key): state for key, state in states.items()}
+    for each in value.values():
+        _number_parameters(each)
+
+
 def _fill(
     fd: int,
     entries: Sequence[TensorSource | ObjectSource],
+    tree: Mapping[Any, Any] | None,
     tell: Callable[[int, int], None],
     *,
     weights_only: bool,
 ) -> None:
-    flat: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     sources: dict[int, TensorSource] = {}
     for entry in entries:
         if isinstance(entry, ObjectSource):
-            try:
-                value = torch.load(io.BytesIO(entry.read()), map_location="cpu", weights_only=weights_only)
-            except pickle.UnpicklingError as error:
-                raise CheckpointError(
-                    f"{entry.fqn!r} is more than tensors and plain values, and loading it can run code: "
-                    f"leave it out, or say weights_only=False for a checkpoint that you trust"
-                ) from error
-            flat[entry.fqn] = value
+            values[entry.fqn] = _loaded(entry, weights_only=weights_only)
             continue
         # Never touched: address space only.
         storage = torch.UntypedStorage(entry.nbytes, device="cpu")  # type: ignore[no-untyped-call]
         sources[storage._cdata] = entry  # noqa: SLF001
         empty = torch.empty(0, dtype=entry.dtype)
         tensor = empty.set_(storage, 0, entry.shape, contiguous_strides(entry.shape))
-        flat[entry.fqn] = tensor.requires_grad_(entry.requires_grad)
-    state = unflatten_state_dict(flat, {entry.fqn: tuple(entry.path) for entry in entries})
-    sink, seen = _Gaps(fd), list[torch.UntypedStorage]()
-    with skip_data():
-        torch.save(state, sink, pickle_module=_recording(seen))  # type: ignore[arg-type]
-    # Each once, as it was first seen: so torch.save writes them.
-    storages = list({storage._cdata: storage for storage in seen}.values())  # noqa: SLF001
-    if [stop - start for start, stop in sink.gaps] != [storage.nbytes() for storage in storages]:
-        raise CheckpointError("torch.save has written other storages than it was seen to pickle")
-    total = sum(storage.nbytes() for storage in storages)
+        values[entry.fqn] = tensor.requires_grad_(entry.requires_grad)
+    if tree is not None:
+        state = _filled(tree, values)
+    else:
+        state = unflatten_state_dict(values, {entry.fqn: tuple(entry.path) for entry in entries})
+        _number_parameters(state)
+    gaps = _save_around(state, lambda data, offset: _write_all(fd, data, offset))
+    total = sum(storage.nbytes() for _, storage in gaps)
     done = 0
-    for (start, stop), storage in zip(sink.gaps, storages, strict=True):
+    for start, storage in gaps:
         source = sources.get(storage._cdata) or _InMemory(storage)  # noqa: SLF001
-        for low in range(0, stop - start, _PIECE_BYTES):
-            high = min(low + _PIECE_BYTES, stop - start)
+        for low in range(0, storage.nbytes(), _PIECE_BYTES):
+            high = min(low + _PIECE_BYTES, storage.nbytes())
             data = bytearray(high - low)
             source.read_into(low, high, memoryview(data))
             _write_all(fd, memoryview(data), start + low)

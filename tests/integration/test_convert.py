@@ -104,6 +104,67 @@ def test_everything_arrives(sources: dict[str, Path], source: str, to: str, tmp_
         assert main(["verify", done.path]) == 0
 
 
+@pytest.mark.parametrize("by_way_of", [None, "stock", "torch_dist"])
+def test_an_optimizer_loads_what_it_has_saved(by_way_of: str | None, tmp_path: Path) -> None:
+    def make_optimizer() -> torch.optim.Optimizer:
+        return torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+
+    optimizer = make_optimizer()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict()}
+    source = tmp_path / "in.pt"
+    torch.save(state, source)
+    if by_way_of == "stock":
+        source = tmp_path / "stock"
+        dcp_save(state, storage_writer=FileSystemWriter(source))
+    elif by_way_of is not None:
+        convert(source, tmp_path / by_way_of, to=by_way_of)
+        source = tmp_path / by_way_of
+    convert(source, tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt")["optimizer"]
+    assert list(found["state"]) == [0, 1]
+    restored = make_optimizer()
+    restored.load_state_dict(found)
+    assert_equal(restored.state_dict(), optimizer.state_dict())
+
+
+def test_empty_dicts_go_where_there_is_a_place_for_them(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {}, 1: {}}}
+    torch.save(state, tmp_path / "in.pt")
+    for to in TARGETS:
+        convert(tmp_path / "in.pt", tmp_path / to, to=to)
+    assert str(torch.load(tmp_path / "torch")) == str(state)
+    convert(tmp_path / "safetensors", tmp_path / "back.pt", to="torch")
+    assert list(torch.load(tmp_path / "back.pt")) == ["model"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_cannot_be_converted_is_named(
+    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = {
+        "meta": {"layer.w": torch.empty(3, device="meta"), "x": torch.ones(1)},
+        "names": {"layer.w": torch.ones(1), "layer": {"w": torch.ones(2)}, "x": torch.ones(1)},
+        "cast": {
+            "layer.w": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            "x": torch.ones(1),
+        },
+    }
+    for name, state in states.items():
+        torch.save(state, tmp_path / name)
+        command = ["convert", str(tmp_path / name), str(tmp_path / f"{name}.out"), "--to", to]
+        command += ["--dtype", "bfloat16"]
+        assert main(command) == 2
+        errors = capsys.readouterr().err
+        assert "'layer.w'" in errors
+        assert "--exclude layer.w" in errors
+        assert not os.path.lexists(tmp_path / f"{name}.out")
+        assert main([*command, "--exclude", "layer.w"]) == 0
+
+
 def test_a_large_tensor_goes_through_little_memory(tmp_path: Path) -> None:
     state = {"a": torch.arange(50 * MIB, dtype=torch.int32).reshape(50, -1), "b": torch.ones(3)}
     with distckpt.Checkpointer(tmp_path / "source") as checkpointer:
@@ -155,6 +216,9 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(
         convert(source, target, to="hdf5")
     with pytest.raises(ConfigError, match="ckpt_objects: torch_dist holds objects as they are"):
         convert(source, target, to="torch_dist", objects="sidecar")
+    for dtype in (torch.uint8, torch.complex64, "float32"):
+        with pytest.raises(ConfigError, match="dtype: expected a floating-point dtype"):
+            convert(source, target, to="zarr", dtype=dtype)  # type: ignore[arg-type]
     assert main(["convert", str(source), str(target), "--to", "zarr", "--dtype", "int8"]) == 2
     assert "'int8' is no floating-point dtype" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "nowhere"), str(target), "--to", "zarr"]) == 2

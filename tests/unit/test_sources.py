@@ -8,10 +8,12 @@ import json
 import math
 import os
 import pickle
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,10 +28,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from distckpt import sources
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
 from distckpt.sources import ObjectSource, TensorSource, cast, open_source, select, write_torch_file
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -303,6 +310,63 @@ def test_files_that_the_index_does_not_name(tmp_path: Path) -> None:
     assert list(tensors(open_source(tmp_path))) == ["x"]
 
 
+def write_safetensors(file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(header({"x": entry()}) + bytes(4))
+
+
+def test_a_file_in_the_root_directory_is_not_one_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{tmp_path.name}.safetensors"
+    write_safetensors(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert list(tensors(open_source(name))) == ["x"]
+    with pytest.raises(CheckpointError, match=f"/{name} holds no complete checkpoint"):
+        open_source(f"/{name}")
+
+
+@pytest.mark.parametrize("folder", ["p::q", "a:"])
+def test_files_below_colons(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_safetensors(tmp_path / folder / "m.safetensors")
+    torch.save({"x": torch.ones(4)}, tmp_path / folder / "m.pt")
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.safetensors", "m.pt"):
+        for url in (Path(folder, name), f"{tmp_path}/{folder}//{name}", f"file://{tmp_path}/{folder}/{name}"):
+            assert list(tensors(open_source(url))) == ["x"]
+
+
+def test_a_directory_that_is_named_like_a_file(tmp_path: Path) -> None:
+    import fsspec
+
+    memory, root = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+    write_safetensors(tmp_path / "d.safetensors" / "m.safetensors")
+    memory.pipe(f"{root}/d.safetensors/m.safetensors", header({"x": entry()}) + bytes(4))
+    above = f"memory:/{root}"
+    try:
+        for url in (tmp_path, str(tmp_path), f"file://{tmp_path}", above):
+            for name in ("d.safetensors", "d.safetensors/", "d.safetensors/m.safetensors"):
+                if isinstance(url, str) or not name.endswith("/"):
+                    found = open_source(f"{url}/{name}" if isinstance(url, str) else url / name)
+                    assert list(tensors(found)) == ["x"]
+    finally:
+        memory.rm(root, recursive=True)
+
+
+def test_a_server_that_refuses_to_read_a_directory() -> None:
+    class Server:
+        def read(self, name: str, offset: int, nbytes: int) -> bytes:
+            raise WriteError("Failure")
+
+        def list(self) -> dict[str, int]:
+            return {"d.safetensors/": 0, "m.safetensors": 12}
+
+    server: Any = Server()
+    assert not sources._is_file(server, "d.safetensors")
+    with pytest.raises(WriteError, match="Failure"):
+        sources._is_file(server, "m.safetensors")
+
+
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for url in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
@@ -352,6 +416,16 @@ def test_what_is_not_cast() -> None:
         assert cast(source, torch.float16) is source
 
 
+def test_what_torch_does_not_cast() -> None:
+    packed = Plain("a[0].w", torch.zeros(4, dtype=torch.uint8))
+    packed.dtype = torch.float4_e2m1fn_x2
+    with pytest.raises(ConfigError, match=r"'a\[0\].w' is of torch.float4_e2m1fn_x2") as caught:
+        cast(packed, torch.bfloat16)
+    [pattern] = re.findall(r"--exclude '(.*)'\)", str(caught.value))
+    with pytest.raises(ConfigError, match="nothing is left"):
+        select([packed], [], [pattern])
+
+
 def test_empty_tensors_are_cast() -> None:
     assert cast(Plain("x", torch.empty(0, 3)), torch.bfloat16).dtype is torch.bfloat16
 
@@ -370,6 +444,173 @@ def test_selection() -> None:
             chosen(include, exclude)
     with pytest.raises(ConfigError, match="nothing is left"):
         chosen([], ["*"])
+
+
+def test_names_that_two_entries_bear() -> None:
+    entries = [Plain("a.b", torch.ones(1)), Plain("c", torch.ones(1)), Plain("a.b", torch.ones(2))]
+    entries[0].path = ("a.b",)
+    with pytest.raises(CheckpointError, match=r"'a\.b', with the keys \['a\.b'\] and \['a', 'b'\]"):
+        select(entries, [], [])
+    assert select(entries, [], ["a.b"]) == entries[1:2]
+
+
+def converted(state: object, folder: Path, **chosen: list[str]) -> Any:
+    """Return what a file of torch.save holds after it was made from one of `state`."""
+    torch.save(state, folder / "in.pt")
+    source = open_source(folder / "in.pt")
+    entries = select(source.entries, chosen.get("include", []), chosen.get("exclude", []))
+    (folder / "out.pt").unlink(missing_ok=True)
+    write_torch_file(folder / "out.pt", entries, tree=source.tree)
+    return torch.load(folder / "out.pt")
+
+
+def test_containers_and_keys_of_a_file_of_torch_save(tmp_path: Path) -> None:
+    state = {
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0)}, 10: {}},
+            "param_groups": [{"params": [0, 10]}],
+        },
+        (1, 2): {True: [1, 2], None: torch.ones(2), "text": ({}, [])},
+        "lists": [{}, [torch.ones(1), 7, {}], []],
+        "none": OrderedDict(),
+    }
+    found = converted(state, tmp_path)
+    assert str(found) == str(state)
+    assert converted(state, tmp_path, exclude=["lists.0", "lists.1.[01]", "optimizer.state.0.*", "(*"]) == {
+        "optimizer": {"state": {10: {}}, "param_groups": [{"params": [0, 10]}]},
+        "lists": [None, [None, None, {}], []],
+        "none": {},
+    }
+    assert converted(state, tmp_path, include=["optimizer.state.0*"])["optimizer"].keys() == {"state"}
+
+
+def test_what_a_module_notes_beside_its_state(tmp_path: Path) -> None:
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    found = converted({"model": state}, tmp_path)["model"]
+    assert type(found) is OrderedDict
+    assert found._metadata == state._metadata  # type: ignore[attr-defined]
+    assert found.keys() == state.keys()
+
+
+def test_a_single_element_of_any_stride(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4.0)[2:3], "strided": torch.arange(4.0)[::2][:1]}
+    state["deep"] = torch.arange(8.0).reshape(2, 4).t()[:1, :1]
+    torch.save(state, tmp_path / "x.pt")
+    for fqn, source in tensors(open_source(tmp_path / "x.pt")).items():
+        assert read(source) == raw(state[fqn].clone(memory_format=torch.contiguous_format))
+
+
+def test_meta_tensors_are_in_the_way_of_who_wants_them(tmp_path: Path) -> None:
+    state = {"a b": torch.empty(3, device="meta"), "x": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"'a b' is a meta tensor.* \(--exclude 'a b'\)"):
+        converted(state, tmp_path)
+    assert list(converted(state, tmp_path, exclude=["a b"])) == ["x"]
+
+
+@pytest.mark.filterwarnings("ignore:.*meta device:UserWarning")
+def test_meta_tensors_in_an_object(tmp_path: Path) -> None:
+    state = {"o": (torch.empty(3, device="meta"), torch.arange(3))}
+    meta, count = converted(state, tmp_path)["o"]
+    assert meta.is_meta
+    assert torch.equal(count, torch.arange(3))
+
+
+@pytest.mark.slow
+def test_a_dtensor_is_not_taken_for_all_of_it(mesh: DeviceMesh, tmp_path: Path) -> None:
+    state = {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}
+    with pytest.raises(CheckpointError, match="'w' is what one rank had of a DTensor"):
+        converted(state, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|TypedStorage|nested tensors).*:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["quantized", "nested"],
+)
+def test_tensors_that_torch_writes_with_their_data_alone(
+    make: Callable[[], torch.Tensor], tmp_path: Path
+) -> None:
+    value = make()
+    for state in ({"w": value, "x": torch.ones(1)}, {"w": (value,), "x": torch.ones(1)}):
+        with pytest.raises(
+            CheckpointError, match=r"'w' .* \(--exclude w\), or convert to torch_dist"
+        ) as caught:
+            converted(state, tmp_path)
+        assert "file an issue" not in str(caught.value)
+        assert list(converted(state, tmp_path, exclude=["w"])) == ["x"]
+    [whole] = (each for each in open_source(tmp_path / "in.pt").entries if each.fqn == "w")
+    assert isinstance(whole, ObjectSource)
+    assert torch.load(io.BytesIO(whole.read()))[0].dtype is value.dtype
+
+
+def two_tensor(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return TwoTensor(a, b)  # type: ignore[no-untyped-call]
+
+
+def test_tensors_that_wrap_others(tmp_path: Path) -> None:
+    state = {
+        "w": two_tensor(torch.ones(2), torch.zeros(2)),
+        "o": [1, (two_tensor(torch.ones(3), torch.ones(3)),)],
+    }
+    torch.save(state, tmp_path / "in.pt")
+    source = open_source(tmp_path / "in.pt", weights_only=False)
+    write_torch_file(tmp_path / "out.pt", source.entries, tree=source.tree, weights_only=False)
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert torch.equal(found["w"].a, torch.ones(2))
+    assert torch.equal(found["w"].b, torch.zeros(2))
+    assert torch.equal(found["o"][1][0].a, torch.ones(3))
+
+
+def test_a_wrapping_tensor_in_a_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(
+        tmp_path, torch.ones(2), [((0,), (2,))], lambda tensor: saved(two_tensor(tensor, tensor))
+    )
+    source = tensors(open_source(tmp_path, weights_only=False))["x"]
+    with pytest.raises(CheckpointError, match=r"'x' is a TwoTensor .* \(--exclude x\)"):
+        read(source)
+
+
+def test_objects_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'o' cannot be loaded .* \(--exclude o\)"):
+        write_torch_file(tmp_path / "x.pt", [ObjectSource("o", ("o",), lambda: b"")])
+
+
+def test_where_a_file_of_torch_save_may_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a:", "p::q"):
+        (tmp_path / folder).mkdir()
+        for url in (Path(folder, "x.pt"), f"{tmp_path}/{folder}//y.pt", f"file://{tmp_path}/{folder}/z.pt"):
+            path = write_torch_file(url, [Plain("a", torch.ones(1))])
+            assert Path(path).parent == tmp_path / folder
+            assert os.path.isfile(path)
+    with pytest.raises(ConfigError, match="to a local path only"):
+        write_torch_file("s3://bucket/x.pt", [])
+
+
+def test_states_of_optimizers_are_below_numbers_again(tmp_path: Path) -> None:
+    paths: dict[tuple[str | int, ...], object] = {
+        ("all", 0, "state", "0", "step"): 1,
+        ("all", 0, "state", "other"): 2,
+        ("all", 0, "param_groups", 0, "params"): [0, 1],
+        ("named", "state", "0"): 3,
+        ("named", "param_groups", 0, "params"): ["0"],
+        ("named", "param_groups", 1): "odd",
+        ("state", "0"): 4,
+    }
+    entries = [
+        ObjectSource(".".join(map(str, path)), path, lambda value=value: saved(value))  # type: ignore[misc]
+        for path, value in paths.items()
+    ]
+    write_torch_file(tmp_path / "x.pt", entries)
+    assert torch.load(tmp_path / "x.pt") == {
+        "all": [{"state": {0: {"step": 1}, "other": 2}, "param_groups": [{"params": [0, 1]}]}],
+        "named": {"state": {"0": 3}, "param_groups": [{"params": ["0"]}, "odd"]},
+        "state": {"0": 4},
+    }
 
 
 def test_a_file_of_torch_save(tmp_path: Path) -> None:
