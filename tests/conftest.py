@@ -15,6 +15,7 @@ import hypothesis
 import psutil
 import pytest
 
+from distckpt import exitstatus
 from servers import FaultProxy, GatewayServer, MissingProgram, S3Server, SeaweedServer
 
 pytest.register_assert_rewrite("distckpt.storage.contract")
@@ -202,6 +203,13 @@ def _resources() -> Counter[str]:
     for probe in (_worker_processes, _unreaped_children, _descriptors, _mappings, _shared_files):
         found.update(probe())
     return found
+
+
+@pytest.fixture(autouse=True)
+def no_failure_is_left() -> Iterator[None]:
+    """Have no save that failed in a test, and that it did not ask for, change the exit status of pytest."""
+    yield
+    exitstatus._ExitState.unheard.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,9 @@ import logging
 import os
 import re
 import threading
+import time
 import uuid
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,6 +52,10 @@ _STEP_DIGITS = 8
 _BAD_MEDIUM = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA})
 _IDLE_TIMEOUTS = 2.0
 """A save in whose directory nothing has changed for so many deadlines is over."""
+_TICK_S = 0.001
+
+_archives: weakref.WeakSet[Archive] = weakref.WeakSet()
+"""Those of this process."""
 
 
 def _step_of(name: str) -> int | None:
@@ -122,7 +128,9 @@ class Archive:
         self._stop = threading.Event()
         self._going: set[int] = set()
         """Local steps that are removed."""
-        self._has_saved = False
+        self._has_saved = self._has_ended = False
+        self._last: Saved | None = None
+        """What was committed here last, whatever the clock says: another machine's may have been ahead."""
         self._upload_error: CheckpointError | None = None
         self._damaged: dict[Saved, str] = {}
         """Local checkpoints that cannot be uploaded, and why."""
@@ -133,6 +141,7 @@ class Archive:
         """Local checkpoints that were committed here since there was news of damage."""
         self._over: set[str] = set()
         """Ids of removals, and of saves that are not uploaded any more."""
+        _archives.add(self)
 
     @property
     def url(self) -> str:
@@ -197,6 +206,10 @@ class Archive:
             leave_out: Places that are no use.
         """
         return next((place for place in self._places(step) if place not in leave_out), None)
+
+    def has_local(self, url: str) -> bool:
+        """Say whether this uploads the checkpoints of a local directory, until it is closed."""
+        return self.has_tiers and self._urls[0] == url and not self._has_ended
 
     @property
     def has_tiers(self) -> bool:
@@ -279,6 +292,7 @@ class Archive:
             self._known[0][step] = saved
             self._empty[0].discard(step)
             self._own.add(saved)
+            self._last = saved
         self._has_saved = True
         self._point_to(step, 0)
         self._reclaim(0, step, save_id, {*failed, *self._over})
@@ -297,7 +311,7 @@ class Archive:
 
     def resume(self) -> None:
         """Begin to upload what a process before this one has left; not what one that may live will upload."""
-        if len(self._urls) == 1:
+        if len(self._urls) == 1 or any(other.has_local(self._urls[0]) for other in {*_archives} - {self}):
             return
         try:
             steps = self._directories(0)
@@ -335,6 +349,7 @@ class Archive:
             if pool is not None:
                 pool.shutdown(wait=True)
         self._uploader = self._cleaner = None
+        self._has_ended = True
         error, self._upload_error = self._upload_error, None
         if error is not None:
             raise error
@@ -409,10 +424,31 @@ class Archive:
         except CheckpointError as error:
             _LOG.warning("no checkpoint is removed: %s", error)
             return
-        kept = kept_steps(saved, self._config)
+        kept = self._kept(saved)
         for one in sorted(saved, key=lambda one: one.step):
             if one.step not in kept:
                 self._remove(one, tier)
+
+    def _kept(self, saved: Collection[Saved]) -> set[int]:
+        """Return the steps that stay."""
+        return kept_steps(saved, self._config) | {one.step for one in [self._last] if one is not None}
+
+    def _committed_at(self, one: Saved) -> tuple[bool, float, int]:
+        """Return what orders local checkpoints by when they were committed: this process knows its last."""
+        return one == self._last, *committed_at(one)
+
+    def time_of_commit(self, step: int) -> float:
+        """Return the time that the record of a commit is to bear, in seconds since the epoch.
+
+        After that of the same step elsewhere: of two copies the later one counts. As far as is known here:
+        the root may be away.
+        """
+        before = [tier.get(step) for tier in self._known]
+        if self.has_tiers:
+            with contextlib.suppress(CheckpointError):
+                before.append(self._details(Copy(step, 0)))
+        times = [one.time_s + _TICK_S for one in before if one is not None and one.time_s is not None]
+        return max([time.time(), *times])
 
     def _saved(self, tier: int) -> list[Saved]:
         """Return the committed checkpoints of a tier, with what retention goes by.
@@ -490,9 +526,9 @@ class Archive:
         here, there = self._saved(0), self._saved(1)
         # What is damaged is no reason for another to stay behind.
         whole = [one for one in here if one not in self._damaged]
-        kept = kept_steps([*{one.step: one for one in (*there, *whole)}.values()], self._config)
+        kept = self._kept([*{one.step: one for one in (*there, *whole)}.values()])
         uploaded = {one.step: one for one in there}
-        timed = sorted((one for one in whole if one.time_s is not None), key=committed_at)
+        timed = sorted((one for one in whole if one.time_s is not None), key=self._committed_at)
         # Without a time, a record is damaged: it comes last. Of the others, older ones are about to go.
         untimed = [one for one in whole if one.time_s is None]
         missing = [
@@ -508,7 +544,7 @@ class Archive:
             found = left[-1] if left else None
             self._uploading = found.step if found else None
         if found is None:
-            last = [max(here, key=committed_at), max(here, key=lambda one: one.step)] if here else []
+            last = [max(here, key=self._committed_at), max(here, key=lambda one: one.step)] if here else []
             texts = [
                 self._damaged[one]
                 for one in last
@@ -579,7 +615,7 @@ class Archive:
             _LOG.warning("no local checkpoint is removed: %s", error)
             return
         # A run that went back has saved lower steps last.
-        ordered = sorted(saved.values(), key=committed_at)
+        ordered = sorted(saved.values(), key=self._committed_at)
         whole = [one for one in ordered if one not in self._damaged]
         stay = {*ordered[-self._config.ckpt_local_keep :], *whole[-self._config.ckpt_local_keep :]}
         newest = max(saved, default=None)

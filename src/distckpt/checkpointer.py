@@ -73,6 +73,7 @@ from distckpt.stateful import Gathered, PerRank
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from torch.optim import Optimizer
     from typing_extensions import Self
@@ -164,8 +165,8 @@ class Checkpointer:
         self._rng = PerRank(RngState()) if self._config.load_rng else None
         self._turns: list[tuple[SaveHandle, str]] = []
         """Words about turns that are not forgotten yet; on the first rank."""
-        self._num_turns = self._num_failures = self._num_watches = 0
-        """Saves that were asked for, and the last ones that failed, in a row; watches for signals."""
+        self._num_failures = self._num_watches = 0
+        """The last saves that failed, in a row; watches for signals."""
         self._unheard: SaveHandle | None = None
         """A failure that is more than a line in the log, and that nobody may have asked for."""
         self._preemption: Preemption | None = None
@@ -198,18 +199,24 @@ class Checkpointer:
         """Return the checkpointer; it is closed on leaving."""
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
         """Close the checkpointer; see `close`.
 
         Raises:
-            CheckpointError: As `close`, unless something else is raised already.
+            CheckpointError: As `close`, unless something else is raised already, but for `sys.exit(0)`.
         """
-        if exc_type is not None:
+        has_failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if has_failed:
             self._archive.stop()
         try:
             self.close()
         except CheckpointError:
-            if exc_type is None:
+            if not has_failed:
                 raise
 
     def prewarm(self, state: Mapping[str, Any]) -> Future[int]:
@@ -261,6 +268,8 @@ class Checkpointer:
         started = time.monotonic()
         self._check_open()
         step = _step_number(step)
+        # Before anything that one rank may find wrong, and another not.
+        self._num_saves[step] += 1
         if not isinstance(state, Mapping):
             raise ConfigError(f"state: expected a mapping, got {type(state).__name__}")
         if metric is not None:
@@ -276,12 +285,13 @@ class Checkpointer:
             _LOG.warning("keep_best: step %d is saved without a metric, and is none of the best", step)
         self._num_handles += 1
         handle = SaveHandle(step, self._path(step), metric, number=self._num_handles)
-        if not self._await_turn(handle):
+        name = f"{self._name}.{step}.{self._num_saves[step]}"
+        if not self._await_turn(handle, name):
             return handle
-        self._handles = [*(one for one in self._handles if not self._is_forgotten(one)), handle]
-        self._archive.expect(step)
-        meetings = [self._meet(handle)]
+        meetings = [self._meet(handle, name)]
         try:
+            self._handles = [*(one for one in self._handles if not self._is_forgotten(one)), handle]
+            self._archive.expect(step)
             self._raise_unheard()
             # Not inference tensors, whoever calls: what is kept for the next save could not be used by it.
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -292,6 +302,7 @@ class Checkpointer:
             if self._report(handle, error):
                 handle.blocked_s = time.monotonic() - started
                 return handle
+            handle._is_asked = True  # noqa: SLF001 - one room
             raise
         ended = time.monotonic()
         handle.blocked_s = ended - started
@@ -350,7 +361,7 @@ class Checkpointer:
     def _steps_under_way(self) -> set[int]:
         return {handle.step for handle in self._handles if not handle._future.done()}  # noqa: SLF001
 
-    def _await_turn(self, handle: SaveHandle) -> bool:
+    def _await_turn(self, handle: SaveHandle, name: str) -> bool:
         """Wait until no more saves are under way than may be; False if this one is not to be.
 
         All ranks go by what the first finds: a save that some leave out would never be complete.
@@ -362,21 +373,21 @@ class Checkpointer:
         under_way = [each._future for each in self._handles if not each._future.done()]  # noqa: SLF001
         is_busy = len(under_way) >= most
         if self._config.ckpt_when_busy != "wait":
-            self._num_turns += 1
             if not self._is_alone:
-                name = f"{self._name}.turn.{self._num_turns}"
+                name = f"{name}.turn"
                 if self._is_first:
-                    tell(self._coordinator, name, f"{handle.step} {is_busy:d}")
+                    tell(self._coordinator, name, f"{is_busy:d}")
                     with self._meet_lock:
                         self._turns.append((handle, f"{name}.0"))
                 else:
-                    heard = hear(self._coordinator, name, [0], timeout_s=self._timeout_s, doing="save")
-                    step, _, told = heard[0].partition(" ")
-                    if int(step) != handle.step:
-                        raise CheckpointError(
-                            f"rank {self._coordinator.ranks[0]} saves step {step}, and this one {handle.step}"
-                        )
-                    is_busy = told == "1"
+                    heard = hear(
+                        self._coordinator,
+                        name,
+                        [0],
+                        timeout_s=self._timeout_s,
+                        doing=f"save step {handle.step}",
+                    )
+                    is_busy = heard[0] == "1"
             if is_busy:
                 text = (
                     f"step {handle.step} is not saved: {most} saves are under way (--ckpt-max-in-flight), "
@@ -392,15 +403,20 @@ class Checkpointer:
             under_way.pop(0).exception()
         return True
 
-    def _meet(self, handle: SaveHandle) -> Meeting:
-        """Return where the ranks hear of each other in one attempt at a save."""
-        # The same on all ranks that save this step, whatever steps one of them has left out.
+    def _meet(self, handle: SaveHandle, name: str, attempt: int = 1) -> Meeting:
+        """Return where the ranks hear of each other in one attempt at a save.
+
+        Args:
+            handle: The save.
+            name: Its step, and how often that was saved: the same on all ranks that save it, whatever else
+                one of them has left out, and whoever begins to save it again while it is tried again.
+            attempt: Number of the attempt.
+        """
         with self._meet_lock:
-            # The trainer begins a save while another one is tried again.
-            self._num_saves[handle.step] += 1
             meeting = self._meeting = Meeting(
                 self._coordinator,
-                f"{self._name}.{handle.step}.{self._num_saves[handle.step]}",
+                name,
+                attempt,
                 timeout_s=self._timeout_s,
                 where=handle.path,
                 before=self._meeting,
@@ -580,7 +596,10 @@ class Checkpointer:
         Raises:
             CheckpointError: One failed; the first of them is raised.
         """
+        self._refuse_fork()
         errors = [handle._future.exception() for handle in self._handles]  # noqa: SLF001 - one room
+        for handle in self._handles:
+            handle._is_asked = True  # noqa: SLF001 - one room
         self._handles, self._unheard = [], None
         for error in errors:
             if error is not None and not self._bears(error):
@@ -600,7 +619,6 @@ class Checkpointer:
         self._late.clear()
         self._forget_plan()
         self._engine.close()
-        self._ended = True
         upload_error = None
         try:
             self._archive.close()
@@ -610,8 +628,13 @@ class Checkpointer:
             if self._preemption is not None:
                 # Not before: the first signal may come during the last save, of which another rank has told.
                 self._preemption.close()
-        for handle in self._handles:
-            failure = None if handle._is_asked else handle._future.exception(0)  # noqa: SLF001 - one room
+        # What was interrupted before this is ended by the next call.
+        self._ended = True
+        unheard = [handle for handle in self._handles if not handle._is_asked and handle._future.done()]  # noqa: SLF001
+        for handle in unheard:
+            handle._is_asked = True  # noqa: SLF001 - one room
+        for handle in unheard:
+            failure = handle._future.exception()  # noqa: SLF001 - one room
             if failure is not None and not self._bears(failure):
                 raise failure
         if upload_error is not None:
@@ -629,9 +652,12 @@ class Checkpointer:
     def _timeout_s(self) -> float:
         return self._config.distributed_timeout_minutes * 60
 
-    def _check_open(self) -> None:
+    def _refuse_fork(self) -> None:
         if os.getpid() != self._owner_pid:
             raise CheckpointError("this Checkpointer belongs to another process: make one after the fork")
+
+    def _check_open(self) -> None:
+        self._refuse_fork()
         if self._closed:
             raise CheckpointError("the Checkpointer is closed")
 
@@ -729,8 +755,8 @@ class Checkpointer:
             self._pause(handle, error, attempt)
             if residence is not None:
                 residence.renew()
-            meeting = self._meet(handle)
             attempt += 1
+            meeting = self._meet(handle, meeting.name, attempt)
         handle._residence = None  # noqa: SLF001 - one room
         if residence is not None:
             _await_arrival(residence)
@@ -864,8 +890,8 @@ class Checkpointer:
                     raise
                 self._tell_others(meetings[-1], error)
                 self._pause(handle, error, attempt)
-                meetings.append(self._meet(handle))
                 attempt += 1
+                meetings.append(self._meet(handle, meetings[-1].name, attempt))
             else:
                 return
 
@@ -1052,7 +1078,8 @@ class Checkpointer:
                 max(nbytes) * len(nbytes) / sum(nbytes),
             )
         world = len(self._coordinator.ranks)
-        details = {"world": world, "format": self._config.ckpt_format, "time": time.time()}
+        details = {"world": world, "format": self._config.ckpt_format}
+        details["time"] = self._archive.time_of_commit(handle.step)
         return details if handle.metric is None else {**details, "metric": handle.metric}
 
     def _complete(self, handle: SaveHandle, save_id: str) -> None:
@@ -1077,7 +1104,7 @@ class Checkpointer:
             f"{type(error).__name__}: {error}",
         )
         if not is_borne:
-            note_failure()
+            note_failure(lambda: handle._is_asked)  # noqa: SLF001 - one room
         clear_frames(error)
         if not isinstance(error, CheckpointError):
             told = CheckpointError(f"{type(error).__name__}: {error}")

@@ -69,30 +69,33 @@ class Word:
 
 
 class Meeting:
-    """One save, as its participants see it.
+    """One attempt at a save, as its participants see it.
 
     Args:
         coordinator: Where they leave word.
         name: Of the save; all participants give the same, and no two saves have it.
+        attempt: Number of the attempt.
         timeout_s: Seconds without progress after which a wait has failed.
         where: The checkpoint, for messages.
-        before: The save before it, which others may still be busy with.
+        before: The one before it, which others may still be busy with.
+        number: Of the save, on this rank.
     """
 
     def __init__(
         self,
         coordinator: Coordinator,
         name: str,
+        attempt: int = 1,
         *,
         timeout_s: float,
         where: str,
         before: Meeting | None = None,
         number: int = 0,
     ) -> None:
-        self.number = number
+        self.name, self.attempt, self.number = name, attempt, number
         self._coordinator = coordinator
         self._rank = coordinator.rank
-        self.keys = [f"{name}.{rank}" for rank in range(len(coordinator.ranks))]
+        self.keys = [f"{name}.{attempt}.{rank}" for rank in range(len(coordinator.ranks))]
         self._before = [] if before is None else before.keys
         self._timeout_s = timeout_s
         self._where = where

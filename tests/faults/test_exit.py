@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import resource
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from distckpt import Checkpointer, StorageWriter
+from distckpt import Checkpointer, CheckpointError, StorageWriter
 from faults.checkpoints import (
     MIB,
     assert_is_clean,
@@ -249,3 +250,24 @@ def test_close_lets_a_save_in_flight_end(programs: Programs, tmp_path: Path, wor
     done = programs.run(close_with_a_save_in_flight, str(path), workers)
     assert done.status == 0, done
     assert same(load(path, STATE), STATE)
+
+
+def leave_after_a_failure(path: str, asks: bool) -> None:
+    checkpointer = Checkpointer(path, async_save=True, log_level="error")
+    handle = checkpointer.save(1, STATE)
+    with contextlib.suppress(CheckpointError):
+        if asks:
+            handle.result(20.0)
+        else:
+            # It has failed long before the process ends.
+            wait_until(handle._future.done, 20.0, "the save has failed")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_failure_that_nobody_asked_for_changes_the_exit_status(
+    programs: Programs, tmp_path: Path, asks: bool
+) -> None:
+    (tmp_path / "step-00000001").touch()
+    done = programs.run(leave_after_a_failure, str(tmp_path), asks)
+    assert done.status == (not asks), done
+    assert ("nobody asked" in done.err) is not asks

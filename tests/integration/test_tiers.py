@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -452,3 +453,33 @@ def test_what_was_not_uploaded_is_found_however_the_root_is_spelt(tmp_path: Path
     for spelt in (f"{tmp_path}//root", f"{tmp_path}/./root/", f"{tmp_path}/elsewhere/root", root):
         with Checkpointer(spelt, settings) as checkpointer:
             assert checkpointer.latest() == 2, spelt
+
+
+def test_a_clock_that_is_behind_keeps_no_copy_from_the_root_and_restores_no_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = CheckpointConfig(ckpt_local_dir=str(tmp_path / "local"))
+    with Checkpointer(tmp_path / "root", settings) as checkpointer:
+        checkpointer.save(2, {"x": torch.full((2,), 1.0)})
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    with Checkpointer(tmp_path / "root", settings) as checkpointer:
+        checkpointer.save(2, {"x": torch.full((2,), 2.0)})
+        loaded = {"x": torch.zeros(2)}
+        assert checkpointer.restore(loaded) == 2
+        assert loaded["x"].tolist() == [2.0, 2.0]
+    assert read_with_torch(step_path(tmp_path / "root", 2))["x"].tolist() == [2.0, 2.0]
+
+
+def test_who_looks_on_in_the_same_process_uploads_nothing(tmp_path: Path) -> None:
+    settings = CheckpointConfig(ckpt_local_dir=str(tmp_path / "local"))
+    with Checkpointer(tmp_path / "root", settings) as trainer:
+        for step in range(2):
+            trainer.save(step, state_of(step))
+            with Checkpointer(tmp_path / "root", settings) as other:
+                assert other.latest() == step
+                assert other._archive._uploader is None
+    with Checkpointer(tmp_path / "root", settings) as other:
+        # Nobody does any more.
+        assert other._archive._uploader is not None
+    assert verify(open_storage(step_path(tmp_path / "root", 1))).status == "complete"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from distckpt import (
     observe,
 )
 from distckpt import checkpointer as checkpointing
+from distckpt.archive import Archive
 from distckpt.storage import open_storage
 from integration.checkpoints import WAIT_S, assert_same, read_with_torch
 from servers import S3Server
@@ -690,3 +693,60 @@ def test_what_a_commit_says_is_json_for_others(tmp_path: Path) -> None:
     assert record["metric"] == 0.25
     assert abs(record["time"] - time.time()) < 60
     assert record["world"] == 1
+
+
+def test_an_interrupt_in_a_save_leaves_nothing_that_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with Checkpointer(tmp_path, log_level="error") as checkpointer:
+        monkeypatch.setattr(Archive, "expect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1, {"x": torch.ones(2)})
+        assert checkpointer.save(2, {"x": torch.ones(2)}).result(WAIT_S)
+        with contextlib.suppress(CheckpointError):
+            checkpointer.wait()
+
+
+@pytest.mark.parametrize("code", [None, 0, 1, "told to end"])
+def test_leaving_a_block_in_order_raises_what_failed(tmp_path: Path, code: Any) -> None:
+    step = tmp_path / "step-00000001"
+    step.touch()
+
+    def leave() -> None:
+        with Checkpointer(tmp_path, async_save=True, log_level="error") as checkpointer:
+            checkpointer.save(1, {"x": torch.ones(2)})
+            sys.exit(code)
+
+    with pytest.raises(CheckpointError if code in (None, 0) else SystemExit):
+        leave()
+
+
+def test_a_save_of_another_process_is_not_waited_for(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        child = os.fork()
+        if child == 0:
+            try:
+                checkpointer.wait()
+            except CheckpointError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_what_was_committed_last_stays_though_the_clock_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (9, 10):
+            checkpointer.save(step, {"x": torch.ones(2)})
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    # The run goes back, on another machine.
+    for step in (6, 7):
+        with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+            checkpointer.save(step, {"x": torch.ones(2)})
+        assert checkpointer.steps() == [step, 9, 10]

@@ -843,3 +843,65 @@ def fail_while_the_save_before_is_published(root: str) -> list[str]:
 def test_word_of_a_failure_is_not_forgotten_before_it_was_heard(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(2, fail_while_the_save_before_is_published, root=str(tmp_path))
     assert found[1] == ["CommitError"], "not that it has waited for the deadline"
+
+
+def save_again_while_it_is_tried_again(root: str) -> list[Any]:
+    """Rank function: a step fails on all ranks, and is saved again before either tries it again."""
+    rank = distributed.get_rank()
+    outcomes: list[Any] = []
+    blocker = step_path(Path(root), 5)
+    if rank == 0:
+        # In the place of the directory, for the first attempt.
+        blocker.touch()
+    distributed.barrier()
+    with Checkpointer(
+        root, async_save=True, ckpt_on_failure="retry", ckpt_max_failures=4, log_level="error",
+        distributed_timeout_minutes=0.15,
+    ) as checkpointer:  # fmt: skip
+        handles = [checkpointer.save(5, {f"of {rank}": torch.full((1000,), 1.0)})]
+        threading.Event().wait(0.4)
+        if rank == 0:
+            blocker.unlink()
+        handles.append(checkpointer.save(5, {f"of {rank}": torch.full((1000,), 2.0)}))
+        for handle in handles:
+            try:
+                handle.result(WAIT_S)
+                outcomes.append("")
+            except CheckpointError as error:
+                outcomes.append(type(error).__name__)
+    return outcomes
+
+
+def test_a_step_that_is_saved_again_while_it_is_tried_again_is_not_mixed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    found = ranks.run(3, save_again_while_it_is_tried_again, timeout_s=120, root=str(tmp_path))
+    assert found[0] == found[1] == found[2]
+    values = read_with_torch(step_path(tmp_path, 5))
+    assert values["of 0"].tolist() == values["of 1"].tolist() == values["of 2"].tolist()
+
+
+def save_beside_a_refusal(root: str, when_busy: str) -> list[Any]:
+    """Rank function: the metric of one rank is refused in the first save; what comes of all of them."""
+    rank = distributed.get_rank()
+    outcomes: list[Any] = []
+    with Checkpointer(
+        root, async_save=True, ckpt_when_busy=when_busy, keep_best=1, log_level="error",
+        distributed_timeout_minutes=0.05,
+    ) as checkpointer:  # fmt: skip
+        for step in range(1, 4):
+            metric: Any = "n/a" if (rank, step) == (1, 1) else 0.5
+            try:
+                checkpointer.save(step, {f"of {rank}": torch.ones(3)}, metric=metric).result(WAIT_S)
+                outcomes.append("")
+            except CheckpointError as error:
+                outcomes.append(type(error).__name__)
+            distributed.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip", "fail"])
+def test_a_save_that_one_rank_refuses_costs_no_other(ranks: Ranks, tmp_path: Path, when_busy: str) -> None:
+    found = ranks.run(3, save_beside_a_refusal, timeout_s=120, root=str(tmp_path), when_busy=when_busy)
+    assert [outcomes[1:] for outcomes in found] == [["", ""]] * 3
+    assert found[1][0] == "ConfigError"

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from accelerate import Accelerator
     from torch.nn import Module
@@ -222,9 +223,11 @@ class AcceleratorCheckpointer:
         """Return itself; it is closed on leaving."""
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Close it; see `Checkpointer`."""
-        self._checkpointer.__exit__(exc_type, *exc_info)
+        self._checkpointer.__exit__(exc_type, error, trace)
 
     def save(self, step: int, *, metric: float | None = None) -> SaveHandle:
         """Save as step `step`; with `async_save` this returns when the state may change again.
