@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -51,7 +52,7 @@ def cut(pieces: Sequence[Piece], value_of: Callable[[str], Any], file_format: Fo
         file_format: The format.
 
     Returns:
-        The pieces, in the same order; the same ones if the format has no grid.
+        The pieces, in the same order; the same ones if the format has no grid, or does not hold them.
 
     Raises:
         StagingError: There is no grid for one of them.
@@ -66,6 +67,9 @@ def cut(pieces: Sequence[Piece], value_of: Callable[[str], Any], file_format: Fo
             found.append(piece)
             continue
         value = value_of(item.index.fqn)
+        if not _has_elements(value):
+            found.append(piece)
+            continue
         shape, own = tuple(data.size), (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         key: Any = (shape, data.properties.dtype, own)
         if isinstance(value, DTensor):
@@ -79,6 +83,24 @@ def cut(pieces: Sequence[Piece], value_of: Callable[[str], Any], file_format: Fo
                 raise StagingError(f"{item.index.fqn!r}: {error}") from error
         found += _cut_piece(piece, grids[key])
     return found
+
+
+def _has_elements(value: Any) -> bool:
+    """Say whether what this rank holds of an entry is plain memory; all else is put aside in one piece."""
+    if isinstance(value, Sharded):
+        return all(map(is_raw, value.tensors))
+    if isinstance(value, ShardedTensor):
+        return all(is_raw(shard.tensor) for shard in value.local_shards())
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            value = value.to_local()
+    value = _arrived(value)
+    return not isinstance(value, torch.Tensor) or is_raw(value)
+
+
+def _arrived(value: Any) -> Any:
+    """Return the plain tensor that a functional collective has promised; anything else as it is."""
+    return value.wait() if isinstance(value, AsyncCollectiveTensor) else value
 
 
 def boxes_of(value: Any, own: Box) -> list[Box]:
@@ -110,7 +132,7 @@ def resolve_items(
     dtypes: dict[str, torch.dtype] = {}
     for piece in pieces:
         write_item = piece.item
-        data: Any = planner.resolve_data(write_item if piece.part is None else piece.whole)
+        data: Any = _arrived(planner.resolve_data(write_item if piece.part is None else piece.whole))
         if isinstance(data, StagingFailure):
             raise data.error
         fqn = write_item.index.fqn
@@ -149,6 +171,11 @@ def _item(engine: Engine, piece: Piece, data: torch.Tensor, path: tuple[str | in
         # There is no chunk without elements.
         return _saved(data)
     if not (is_raw(data) and engine.format.holds(data.dtype)):
+        if piece.grid is not None:
+            # Readers of the format would take the chunk, which is not there, for zeros.
+            raise StagingError(
+                f"the planner has made a {type(data).__name__} of {data.dtype} of it, which no array holds"
+            )
         engine.check_aside(fqn, f"a tensor of {data.dtype}, {data.layout}")
         return _saved(data)
     engine.format.check_name(fqn)
@@ -165,9 +192,20 @@ def _item(engine: Engine, piece: Piece, data: torch.Tensor, path: tuple[str | in
 
 
 def _saved(data: torch.Tensor) -> Item:
-    """Return what is no plain memory as torch.save writes it."""
+    """Return what is no plain memory as torch.save writes it.
+
+    Raises:
+        StagingError: It cannot: a tensor has no values, or is of a kind that cannot be pickled.
+    """
     buffer = io.BytesIO()
-    torch.save(data.detach().cpu(), buffer)
+    try:
+        torch.save(data.detach().cpu(), buffer)
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        raise StagingError(
+            f"torch.save cannot save a {type(data).__name__} of {data.dtype}, {data.layout}: "
+            f"{type(error).__name__}: {text}"
+        ) from error
     return Item(Frame(bytes(buffer.getbuffer()), b""))
 
 

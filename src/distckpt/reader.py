@@ -30,6 +30,7 @@ from distckpt.formats import format_of
 from distckpt.integrity import Integrity, load_integrity
 from distckpt.manifest import metadata_name
 from distckpt.metadata import unpickle_metadata
+from distckpt.staging import is_raw
 from distckpt.storage import Storage, can_fill, fill, open_storage, reopen_storage
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ _RUN_BYTES = 8 << 20
 _GAP_BYTES = 4096
 _AHEAD_BYTES = 256 << 20
 """Read, or being read, beside the item that is being loaded."""
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _Path = str | os.PathLike[str]
 
 
@@ -116,6 +118,40 @@ def _new_memory(nbytes: int) -> memoryview | None:
         return np.empty(nbytes, np.uint8).data
     except (MemoryError, OverflowError, ValueError):
         return None
+
+
+def _copy_more(target: torch.Tensor, part: torch.Tensor) -> None:
+    """Copy `part` into what is more than its memory, such as a sparse or a quantized tensor.
+
+    Not by way of `detach`: the tensor that is asked to copy gets other indices, or another scale, and no
+    alias of it does.
+    """
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        # Else torch copies only from one that has as many sparse dimensions, and in these layouts as many
+        # elements, in blocks of the same size.
+        if target.is_sparse and part.is_sparse:
+            target.sparse_resize_and_clear_(part.size(), part.sparse_dim(), part.dense_dim())
+        elif target.layout is part.layout and target.layout in _COMPRESSED:
+            target.resize_as_sparse_(part)
+        target.copy_(part)
+
+
+def _shares_all(other: torch.Tensor, target: torch.Tensor) -> bool:
+    """Say whether a tensor is what `target` was copied to be, or only has its memory."""
+    if other is target:
+        return True
+    if target.is_quantized:
+        return _quantizer(other) == _quantizer(target)
+    # Of other layouts, members are shared.
+    return not target.is_sparse
+
+
+def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
+    scheme = tensor.qscheme()
+    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return scheme, tensor.q_scale(), tensor.q_zero_point()
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return scheme, scales.tolist(), zero_points.tolist(), tensor.q_per_channel_axis()
 
 
 class _DamagedMetadata(Metadata):
@@ -431,14 +467,44 @@ class StorageReader(TorchStorageReader):
                 data, entry.properties.dtype, chunk.sizes, weights_only=self._config.ckpt_weights_only
             )
         for request in tensors:
+            planner.commit_tensor(request, self._copy(source, request, planner))
+
+    def _copy(self, source: torch.Tensor, request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+        """Copy what is requested of an item to where the planner wants it; returns that, detached.
+
+        Raises:
+            CheckpointError: It does not fit the state.
+        """
+        fqn = request.storage_index.fqn
+        try:
             part = narrow_tensor_by_index(source, request.storage_offsets, request.lengths)
-            target = planner.resolve_tensor(request).detach()
+            with torch.no_grad():
+                # Else a DTensor hands out a view of what it holds.
+                target = planner.resolve_tensor(request)
             if target.size() != part.size():
                 raise CheckpointError(
                     f"{fqn!r}: the state has {tuple(target.size())}, the checkpoint {tuple(part.size())}"
                 )
-            target.copy_(part)
-            planner.commit_tensor(request, target)
+            if is_raw(target):
+                target = target.detach()
+                target.copy_(part)
+                return target
+            _copy_more(target, part)
+            with torch.no_grad():
+                has_reached = _shares_all(planner.resolve_tensor(request), target)
+        except RuntimeError as error:
+            # torch goes on with a page about its dispatcher.
+            text = str(error).partition("\n")[0].partition(". ")[0]
+            raise CheckpointError(
+                f"{fqn!r}: what the checkpoint has, of {source.dtype} and {source.layout}, cannot be copied "
+                f"into the state: {text}"
+            ) from error
+        if not has_reached:
+            raise CheckpointError(
+                f"{fqn!r}: the state takes it in parts, or through a view, which cannot have indices, or a "
+                f"scale and a zero point, of their own: load it into a whole tensor"
+            )
+        return target.detach()
 
     @contextlib.contextmanager
     def _loading(self, info: _StorageInfo, fqn: str) -> Iterator[None]:

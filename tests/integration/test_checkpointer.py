@@ -321,6 +321,25 @@ def test_tensors_that_are_more_than_memory(
         assert_same(target, {"plain": torch.full((3,), float(step))})
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_buffers_that_are_more_than_memory(checkpointer: Checkpointer) -> None:
+    """`state_dict` hands out aliases of them: what is loaded reaches the module by `load_state_dict`."""
+
+    def make(values: torch.Tensor) -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.register_buffer("coo", values.to_sparse())
+        module.register_buffer("csr", values.to_sparse_csr())
+        module.register_parameter("parameter", torch.nn.Parameter(values.to_sparse()))
+        return module
+
+    values = torch.eye(3) * 5
+    checkpointer.save(0, {"model": make(values)}).result(WAIT_S)
+    model: Any = make(torch.zeros(3, 3))
+    assert checkpointer.restore({"model": model}) == 0
+    for found in (model.coo, model.csr, model.parameter):
+        assert torch.equal(found.to_dense(), values)
+
+
 def test_tensors_that_cannot_be_saved(checkpointer: Checkpointer) -> None:
     gone = torch.ones(1000)
     good = {"a": torch.ones(2), "b": torch.ones(1000)}

@@ -184,7 +184,8 @@ class TorchDist:
             TypeError: That yields something else.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes and dtype not in _QUANTIZED:
+        # A sparse tensor may have more elements than there is memory, for a template, too.
+        if 0 < nbytes <= len(data) and dtype not in _QUANTIZED:
             strides = contiguous_strides(shape)
             prefix, suffix = _template(dtype, tuple(shape), strides)
             if len(data) == len(prefix) + nbytes + len(suffix) and bytes(data[: len(prefix)]) == prefix:
