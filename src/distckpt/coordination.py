@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
     from distckpt.storage import Storage
 
-_FOLDER = FOLDER + "job-"
+JOB_PREFIX = "job-"
+"""Of the folders in which participants leave word, beside those of saves: no id of a save begins like that."""
+_FOLDER = FOLDER + JOB_PREFIX
 _JOB = re.compile(r"[A-Za-z0-9_-]+")
 _STORE_TIMEOUT_S = 10.0
 """Of one call, which never waits for a key."""

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from distckpt.coordination import JOB_PREFIX
 from distckpt.errors import CheckpointError, IntegrityError, WriteError
 from distckpt.integrity import HEADER, UNUSED, Record, extents, find_record, read_manifest, read_record
 from distckpt.manifest import (
@@ -367,7 +368,9 @@ def _status(listing: _Listing, commit: _Commit, *, is_damaged: bool) -> str:
         ours = any(
             IMAGE_NAME.fullmatch(name) or UNFINISHED_METADATA_NAME.fullmatch(name) for name in listing.top
         )
-        return "partial" if ours or listing.folder(FOLDER) else "absent"
+        # Where participants have only left word for each other, checkpoints lie below.
+        ours = ours or any(not entry.startswith(JOB_PREFIX) for entry in listing.folder(FOLDER))
+        return "partial" if ours else "absent"
     if commit.is_foreign or (commit.is_of_another_version and not commit.manifests):
         return "unverifiable"
     return "damaged" if is_damaged else "complete"

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from distckpt import Checkpointer, StorageWriter
 from distckpt.cli import main
 from distckpt.commit import claim, publish
+from distckpt.coordination import StorageCoordinator
 from distckpt.manifest import METADATA, record_name, seal, unseal
 from distckpt.storage import open_storage
 from distckpt.verification import verify
@@ -515,6 +517,27 @@ def test_sweep_keeps_other_files_of_a_partial_directory(root: Path, run: Run) ->
     status, out, _ = run("sweep", partial, "--partial")
     assert (status, rows(out)[0][0]) == (0, "kept")
     assert contents(partial) == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("idle_s", [0, 100_000])
+def test_words_of_participants_are_no_partial_checkpoint(root: Path, run: Run, idle_s: int) -> None:
+    for rank in (0, 1):
+        StorageCoordinator(root, rank, [0, 1], job="7").tell(f"1.1.{rank}", b"word")
+    for path in [*(root / ".distckpt").rglob("*"), root / ".distckpt"]:
+        os.utime(path, (time.time() - idle_s,) * 2)
+    before = contents(root)
+    status, out, err = run("ls", root)
+    assert (status, [row[:2] for row in rows(out)], err) == (0, [["complete", "1"], ["complete", "2"]], "")
+    assert [row[0] for row in rows(run("verify", root)[1])] == ["complete", "complete"]
+    assert run("inspect", root)[0] == 0
+    for arguments in (["--dry-run"], ["--dry-run", "--partial"], ["--partial"]):
+        assert run("sweep", root, *arguments) == (0, "", "")
+    assert contents(root) == before
+    for number in (1, 2):
+        shutil.rmtree(root / f"{STEP}{number}")
+    assert run("sweep", root, "--partial")[1] == ""
+    assert (run("ls", root)[0], run("verify", root)[0]) == (4, 4)
+    assert (root / ".distckpt" / "job-7" / "1.1.0").read_bytes() == b"word"
 
 
 def test_sweep_keeps_what_may_be_under_way(root: Path, run: Run) -> None:
