@@ -626,8 +626,27 @@ def _refuse_unknown(settings: Mapping[str, object]) -> None:
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"available settings: {', '.join(known)}"
+            if name in _STOCK_NAMES:
+                hint = f"of torch's FileSystemWriter; here {_STOCK_NAMES[name]} (docs/migrating.md)"
+            elif close:
+                hint = f"did you mean {close[0]!r}?"
+            else:
+                hint = f"available settings: {', '.join(known)}"
             raise ConfigError(f"{name}: unknown setting; {hint}")
+
+
+# Source: FileSystemWriter and FsspecWriter of torch 2.9 to 2.13.
+_STOCK_NAMES = {
+    "thread_count": "dist_ckpt_workers says how many processes write",
+    "single_file_per_rank": "a rank writes at most one file for each of dist_ckpt_workers: leave it out",
+    "sync_files": "files are always synced: leave it out",
+    "overwrite": "a save always replaces what is there, in one atomic step: leave it out",
+    "cache_staged_state_dict": "the writer stages the state itself, in memory that it keeps: leave it out",
+    "per_thread_copy_ahead": "ckpt_host_memory bounds what is copied ahead: leave it out",
+    "serialization_format": "ckpt_format='safetensors' chooses the layout",
+    "_extensions": "files are written as they are: leave it out",
+}
+"""What to do about arguments of torch's own writer."""
 
 
 # Source: the checkpoint options of Megatron-LM and Megatron-Bridge.

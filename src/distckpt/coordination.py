@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from distckpt.storage import Storage
 
 JOB_PREFIX = "job-"
-"""Of the folders in which participants leave word, beside those of saves: no id of a save begins like that."""
+"""Of folders in which participants leave word, beside those of saves: no id of a save begins like that."""
 _FOLDER = FOLDER + JOB_PREFIX
 _JOB = re.compile(r"[A-Za-z0-9_-]+")
 _STORE_TIMEOUT_S = 10.0

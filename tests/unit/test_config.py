@@ -9,12 +9,15 @@ import logging
 import os
 import pickle
 import warnings
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from distckpt import config as config_module
 from distckpt.arena import EXTENT_BYTES
@@ -196,6 +199,23 @@ def test_unknown_setting_is_a_config_error_with_a_suggestion() -> None:
         make(colour="red")
     with pytest.raises(ConfigError, match="by name"):
         CheckpointConfig(2)  # type: ignore[call-arg]
+
+
+def test_arguments_of_torch_s_own_writer_are_refused_with_what_to_use() -> None:
+    for name, said in (
+        ("thread_count", "dist_ckpt_workers says how many processes write"),
+        ("overwrite", "a save always replaces what is there"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name}: .* here {said}.*docs/migrating.md") as caught:
+            CheckpointConfig.build(None, {name: 4})
+        assert "available settings" not in str(caught.value)
+    ours = {"path", *(one.name for one in dataclasses.fields(CheckpointConfig))}
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    for name in {*signature(FileSystemWriter).parameters, *signature(FsspecWriter).parameters} - ours:
+        if name != "kwargs":
+            with pytest.raises(ConfigError, match="docs/migrating.md"):
+                CheckpointConfig(**{name: None})
+            assert f"`{name}`" in page or name.startswith("_"), name
 
 
 def test_build_lets_settings_override_the_config() -> None:
