@@ -29,6 +29,8 @@ def train(root: str, first: int, last: int) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    # Before the restore, from the seed, and taken by step below: within an epoch Accelerate's loaders would
+    # begin another order (docs/frameworks.md).
     batches = list(data)
 
     with AcceleratorCheckpointer(accelerator, root, restore=first or None, async_save=True) as checkpointer:

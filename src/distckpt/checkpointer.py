@@ -103,7 +103,7 @@ class Checkpointer:
     """Saves and restores the state of a training loop in numbered steps under one directory.
 
     Args:
-        root: Directory of all steps, or a URL that fsspec resolves to a local one.
+        root: Directory of all steps, or a URL (docs/storages.md).
         config: Settings; default: `CheckpointConfig()`.
         participants: Who saves together: ranks of the job, a process group, a device mesh, or a coordinator
             for jobs without `torch.distributed`; default: all ranks. They all make one, in the same order if

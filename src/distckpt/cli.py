@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from distckpt import commit
+from distckpt import __version__, commit
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
 from distckpt.integrity import find_record, read_manifest
 from distckpt.manifest import METADATA
@@ -53,6 +53,7 @@ _STATUS_OF = {
     "unverifiable": NOTHING,
     "absent": NOTHING,
 }
+_NOT_COMPARED = {"partial", "unverifiable"}
 _COLOURS = {
     "complete": "green", "damaged": "bold red", "partial": "yellow", "unverifiable": "yellow",
     "missing": "red", "size": "red", "extra": "yellow", "unreadable": "red",
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
             "extra files; 4 nothing to verify: no complete checkpoint, or another tool's"
         ),
     )
+    parser.add_argument("--version", action="version", version=f"distckpt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(
@@ -402,10 +404,11 @@ def _print_report(report: Report) -> None:
         _print_row(
             finding.kind, report.url, finding.file, finding.item, finding.start, finding.end, finding.message
         )
-    _print_row(
-        report.status, report.url, report.num_files, report.num_items, report.nbytes,
-        "checksums" if report.has_checksums else "sizes only",
-    )  # fmt: skip
+    compared: tuple[object, ...] = (None,) * 4
+    if report.status not in _NOT_COMPARED:
+        how = "checksums" if report.has_checksums else "sizes only"
+        compared = (report.num_files, report.num_items, report.nbytes, how)
+    _print_row(report.status, report.url, *compared)
 
 
 def _draw_reports(console: Console, reports: list[Report]) -> None:
@@ -431,12 +434,14 @@ def _draw_reports(console: Console, reports: list[Report]) -> None:
                 console.print(Text(_shown(first.message)))
         rate = report.nbytes / max(report.seconds, 1e-9)
         compared = "" if report.has_checksums else "; saved without checksums: only sizes were compared"
-        line = Text(report.status, _COLOURS.get(report.status, ""))
-        line.append(
-            f"  {_shown(report.url)}  {report.num_files} files, {report.num_items} items, "
-            f"{_size(report.nbytes)} in {report.seconds:.1f} s ({_size(rate)}/s){compared}",
-            "default",
+        what = (
+            f"{report.num_files} files, {report.num_items} items, "
+            f"{_size(report.nbytes)} in {report.seconds:.1f} s ({_size(rate)}/s){compared}"
         )
+        if report.status in _NOT_COMPARED:
+            what = "nothing was compared"
+        line = Text(report.status, _COLOURS.get(report.status, ""))
+        line.append(f"  {_shown(report.url)}  {what}", "default")
         console.print(line, soft_wrap=True)
 
 
@@ -452,6 +457,8 @@ def _ls(options: argparse.Namespace) -> int:
     )
     if options.json:
         _print_json("ls", options.path, status, [asdict(summary) for summary in summaries])
+    elif not summaries:
+        _complain(f"{options.path!r} holds no checkpoint")
     elif console := _console():
         _draw_summaries(console, summaries)
     else:
@@ -530,6 +537,8 @@ def _sweep(options: argparse.Namespace) -> int:
     if options.json:
         _print_json("sweep", options.path, status, done, {"dry_run": options.dry_run})
         return status
+    if not done:
+        _complain(f"{options.path!r} holds no checkpoint")
     verb = "would remove" if options.dry_run else "removed"
     for each in done:
         for name in each["removed"]:
@@ -545,7 +554,7 @@ def _sweep_one(
     """Return what was removed, or would be, why something is kept, and the exit status."""
     save_id = f"sweep-{uuid.uuid4().hex}"
     if summary.status == "unverifiable":
-        return [], summary.message or "written by another tool: nobody knows which files are its", NOTHING
+        return [], f"{summary.message}: nobody knows which files are its", NOTHING
     try:
         if summary.status == "partial":
             if not options.partial:

@@ -171,8 +171,8 @@ class StorageReader(TorchStorageReader):
     """Reads checkpoints for `dcp.load`, and compares what it reads with the checksums of the commit.
 
     Args:
-        path: Checkpoint directory, or a URL that fsspec resolves to a local one; may be left to the
-            `checkpoint_id` of each load.
+        path: Checkpoint directory, or a URL (docs/storages.md); may be left to the `checkpoint_id` of each
+            load.
         config: Settings; default: `CheckpointConfig()`.
         storage_options: Passed to fsspec as they are.
         verify: Whether to compare checksums. A checkpoint of another tool has none: that is said in the log.

@@ -122,7 +122,7 @@ class Summary:
         format: Name of the file format.
         world: Number of ranks that saved it.
         save_id: The save.
-        message: What is wrong, if something is.
+        message: What is wrong, if something is, or why nothing can be said.
     """
 
     url: str
@@ -270,7 +270,10 @@ def survey(storage: Storage) -> Summary:
         summary, commit = _survey_once(storage)
         attempt += 1
         if summary.message is None or attempt == _SETTLE_ATTEMPTS or _is_settled(storage, commit):
-            return summary
+            break
+    if summary.status == "unverifiable" and summary.message is None:
+        summary.message = "written by another tool"
+    return summary
 
 
 def _is_settled(storage: Storage, commit: _Commit) -> bool:

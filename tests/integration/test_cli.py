@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from distckpt import Checkpointer, StorageWriter
+from distckpt import Checkpointer, StorageWriter, __version__
 from distckpt.cli import main
 from distckpt.commit import claim, publish
 from distckpt.coordination import StorageCoordinator
@@ -311,6 +311,31 @@ def test_ls_in_a_pipe(root: Path, run: Run) -> None:
     assert damaged[:2] == ["damaged", "2"]
     assert "holds 10 bytes" in damaged[9]
     assert partial == ["partial", "3", "10", "1", "-", "-", "-", "-", str(root / f"{STEP}3"), "-"]
+
+
+def test_ls_of_nothing_says_so(root: Path, run: Run) -> None:
+    path = empty(root)
+    for command in ("ls", "sweep"):
+        status, out, err = run(command, path)
+        assert (status, out, err) == (4, "", f"distckpt: {str(path)!r} holds no checkpoint\n")
+        status, out, err = run(command, path, "--json")
+        assert (status, json.loads(out)["checkpoints"], err) == (4, [], "")
+
+
+def test_what_another_tool_has_written_is_not_compared(root: Path, run: Run) -> None:
+    url = str(unverifiable(root))
+    assert rows(run("verify", url)[1]) == [["unverifiable", url, "-", "-", "-", "-"]]
+    [found] = rows(run("ls", url)[1])
+    assert (found[0], found[-1]) == ("unverifiable", "written by another tool")
+    assert rows(run("sweep", url)[1])[0][2].startswith("written by another tool: nobody knows")
+    screen, _ = in_terminal("verify", url)
+    assert "nothing was compared" in screen.replace("\r\n", "")
+    partial = str(leave_partial(root))
+    assert rows(run("verify", partial)[1])[-1] == ["partial", partial, "-", "-", "-", "-"]
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"distckpt {__version__}\n", "")
 
 
 def test_ls_as_json(root: Path, run: Run) -> None:
