@@ -137,8 +137,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
     One object serves any number of saves, one after the other or in flight together.
 
     Args:
-        path: Checkpoint directory, or a URL that fsspec resolves to a local one; may be left to the
-            `checkpoint_id` of each save.
+        path: Checkpoint directory, or a URL (docs/storages.md); may be left to the `checkpoint_id` of each
+            save.
         config: Settings; default: `CheckpointConfig()`.
         storage_options: Passed to fsspec as they are.
         **settings: Fields of `CheckpointConfig`, which override `config`.
@@ -158,6 +158,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         **settings: Any,
     ) -> None:
         self._config = CheckpointConfig.build(config, settings)
+        # In a config it may be a default, as it is in one that was read from flags.
+        self._asked_to_share = bool(settings.get("ckpt_fully_parallel_save"))
         self._config.warn_of_loop_settings(type(self).__name__, stacklevel=3)
         self._path = path
         self._storage_options = dict(storage_options or {})
@@ -182,7 +184,8 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         """Leave threads, processes and memory behind: torch's PROCESS mode pickles the writer."""
         _warn_once_of_process_mode()
-        return {"_config": self._config, "_path": self._path, "_storage_options": self._storage_options}
+        kept = ("_config", "_path", "_storage_options", "_asked_to_share")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start anew in another process."""
@@ -310,7 +313,7 @@ class StorageWriter(TorchStorageWriter, AsyncStager):
         """
         save = self._require()
         if save.num_ranks > 1 and self._config.ckpt_fully_parallel_save:
-            _warn_once_of_planner(planner)
+            _warn_once_of_planner(planner, was_asked=self._asked_to_share)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         try:
             with self._reporting(save):
@@ -695,11 +698,13 @@ def _complete(future: _StagedState, staged: dict[str, Any], ticket: CopyTicket, 
 _planner_warned = False
 
 
-def _warn_once_of_planner(planner: TorchSavePlanner) -> None:
+def _warn_once_of_planner(planner: TorchSavePlanner, *, was_asked: bool) -> None:
+    """Say that replicas are not shared: a warning to who has asked for it, else news."""
     global _planner_warned
     if not _planner_warned and not isinstance(planner, SavePlanner):
         _planner_warned = True
-        _LOG.warning(
+        _LOG.log(
+            logging.WARNING if was_asked else logging.INFO,
             "ckpt_fully_parallel_save has no effect with %s, which does not split what several ranks have: "
             "pass planner=distckpt.SavePlanner(), or set ckpt_fully_parallel_save=False",
             type(planner).__name__,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,27 @@ def test_trainer_keeps_the_best(tmp_path: Path) -> None:
     assert trainer.state.best_model_checkpoint == str(tmp_path / "steps" / "step-00000003")
     best = trainer.evaluate()["eval_loss"]
     assert best == pytest.approx(trainer.state.best_metric)
+
+
+@pytest.mark.parametrize("has_metric", [False, True])
+def test_trainer_is_not_told_of_settings_that_it_was_not_given(
+    tmp_path: Path, has_metric: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # With a metric, but without load_best_model_at_end, the best is kept as well, as by Transformers.
+    best = {"metric_for_best_model": "loss", "greater_is_better": True} if has_metric else {}
+    trainer = trainer_of(tmp_path, 12, eval_strategy="steps", eval_steps=3, save_total_limit=1, **best)
+    trainer.train()
+    assert not [entry for entry in caplog.records if "keep_best" in entry.getMessage()]
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-00000003"] * has_metric + ["step-00000012"]
+
+
+def test_trainer_says_where_a_checkpoint_of_transformers_is(tmp_path: Path) -> None:
+    stock = tmp_path / "out" / "checkpoint-4"
+    stock.mkdir(parents=True)
+    said = f"{re.escape(str(stock))} is one of Transformers: pass its path"
+    with pytest.raises(CheckpointError, match=said):
+        trainer_of(tmp_path / "out", 3).train(resume_from_checkpoint=True)
 
 
 def test_trainer_refuses(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from distckpt.stateful import PerRank
 try:
     import transformers
     from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise ConfigError(
         f"distckpt.integrations.transformers needs transformers and accelerate (5.24 and 1.15 were tested): "
@@ -93,6 +94,8 @@ class CheckpointMixin:
         self._checkpointer: Checkpointer | None = None
         self._handle: SaveHandle | None = None
         self._resumed: int | None = None
+        self._other_metric: int | None = None
+        """Of what is not the best so far."""
         self._own = Own()
         self._per_rank = PerRank(self._own)
 
@@ -135,8 +138,12 @@ class CheckpointMixin:
             return self._config
         if self._config.has_retention:
             raise ConfigError("save_total_limit: the settings of distckpt say what is kept: leave one out")
-        # What is saved with a metric is the best so far, so of all of them the last.
-        kept = {"keep_last": arguments.save_total_limit, "keep_best": 1, "keep_best_mode": "max"}
+        kept = {"keep_last": arguments.save_total_limit}
+        if arguments.metric_for_best_model is not None:
+            # Set with load_best_model_at_end, too. The metric is the step for what is the best so far, so of
+            # all of them the last one is the best.
+            kept |= {"keep_best": 1, "keep_best_mode": "max"}
+            self._other_metric = -1
         return CheckpointConfig.build(self._config, kept)
 
     def _step_of(self, asked: Any) -> int | str | None:
@@ -160,7 +167,12 @@ class CheckpointMixin:
         packed = {"structure": b""}
         self._resumed = self._checkpointer.restore({"objects": packed}, step)
         if self._resumed is None:
-            raise CheckpointError(f"{self._root} holds no complete checkpoint")
+            text = f"{self._root} holds no complete checkpoint"
+            folder = self.args.output_dir  # type: ignore[attr-defined]
+            stock = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+            if stock is not None:
+                text += f" of distckpt; {stock} is one of Transformers: pass its path to resume from it"
+            raise CheckpointError(text)
         progress: str = unpack(packed, weights_only=self._config.ckpt_weights_only)["trainer"]
         return progress
 
@@ -189,7 +201,9 @@ class CheckpointMixin:
             # What failed is raised here, on all ranks, and not at the end of the training.
             self._handle.result()
         saved = self._parts().state(self._objects(), is_main=trainer.is_world_process_zero())
-        self._handle = self._checkpointer.save(step, saved, metric=step if best == step else None)
+        self._handle = self._checkpointer.save(
+            step, saved, metric=step if best == step else self._other_metric
+        )
 
     def _objects(self) -> dict[str, Any]:
         trainer: Any = self
