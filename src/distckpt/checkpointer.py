@@ -330,8 +330,7 @@ class Checkpointer:
         if self._rng is not None and state.get(_RNG) is not self._rng:
             self._check_names(state)
             state = {**state, _RNG: self._rng}
-        sizes = None if reader is None else reader.tensor_bytes
-        return Gathered(state, self._rank, self._wrappers, sizes)
+        return Gathered(state, self._rank, self._wrappers, None if reader is None else reader.read_metadata)
 
     def _check_names(self, state: Mapping[str, Any]) -> None:
         """Refuse an entry of the name that the generators have.
@@ -524,7 +523,8 @@ class Checkpointer:
 
         Args:
             state: Nested containers, as for `save`; tensors are filled in place, objects are replaced, and
-                what has a state of its own is given it. An optimizer that has not stepped yet is prepared.
+                what has a state of its own is given it. An optimizer has then a state of each parameter of
+                which the checkpoint has one.
             step: Number of the step, or "latest".
 
         Returns:

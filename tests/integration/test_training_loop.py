@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distckpt import (
     Checkpointer,
@@ -257,6 +260,310 @@ def test_a_checkpoint_of_before_the_first_step_is_restored_after_a_damaged_one(t
         assert checkpointer.restore(other) == 0
     assert_same(dict(other["model"].state_dict()), weights)
     assert not other["optimizer"].state
+
+
+# Optimizers, of which a checkpoint has what `load_state_dict` would be given.
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"amsgrad": True}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+    "tensor-lr": (torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "asgd": (torch.optim.ASGD, {}),
+    "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    "rprop": (torch.optim.Rprop, {}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "lbfgs": (torch.optim.LBFGS, {"max_iter": 3, "history_size": 4}),
+}
+
+
+class Heads:
+    """A trunk and heads, of which a step may leave some out."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.parts = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)])
+        make, settings = OPTIMIZERS[kind]
+        self.optimizer = make(self.parts.parameters(), **settings)
+        self.state = {"model": self.parts, "o": self.optimizer}
+
+    def step(self, *heads: int) -> None:
+        def loss() -> Any:
+            self.optimizer.zero_grad()
+            inner = self.parts[0](torch.linspace(-1, 1, 6).reshape(2, 3))
+            total = sum(self.parts[head](inner).square().sum() for head in heads)
+            total.backward()
+            return total
+
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.step(loss)  # type: ignore[no-untyped-call]
+        else:
+            loss()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def assert_as_if_loaded(found: Heads, saved: Heads, kind: str, *heads: int) -> None:
+    """Compare with what `load_state_dict` makes of the same, and with what that makes of a further step."""
+    expected = Heads(kind, 9)
+    expected.parts.load_state_dict(saved.parts.state_dict())
+    expected.optimizer.load_state_dict(saved.optimizer.state_dict())
+    for _ in range(2):
+        assert_same(found.optimizer.state_dict(), expected.optimizer.state_dict())
+        assert_same(dict(found.parts.state_dict()), dict(expected.parts.state_dict()))
+        for one in (found, expected):
+            one.step(*heads)
+
+
+@pytest.mark.parametrize("before", [(), (1,), (1, 2), (2,)], ids=str)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_have_the_states_that_the_checkpoint_has(
+    tmp_path: Path, kind: str, before: tuple[int, ...]
+) -> None:
+    """Whatever the optimizer that it is restored into has stepped, and whatever had a gradient before."""
+    saved, other = Heads(kind, 1), Heads(kind, 2)
+    for _ in range(3):
+        saved.step(1)
+    if before:
+        for _ in range(2 if kind == "lbfgs" else 1):
+            other.step(*before)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, saved.state)
+        checkpointer.restore(other.state)
+    assert_as_if_loaded(other, saved, kind, 1, 2)
+
+
+def test_moments_of_what_is_frozen_since_are_kept(tmp_path: Path) -> None:
+    saved, other = Heads("adam", 1), Heads("adam", 2)
+    saved.step(1, 2)
+    other.parts[2].requires_grad_(False)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, saved.state)
+        checkpointer.restore(other.state)
+    assert len(other.optimizer.state) == 6
+    assert_as_if_loaded(other, saved, "adam", 1)
+
+
+def test_an_optimizer_is_restored_without_a_step_of_it(tmp_path: Path) -> None:
+    """No hook is called, no value changes, and gradients stay; nor does a scheduler see a step."""
+    saved, other = Heads("adam", 1), Heads("adam", 2)
+    scheduler = torch.optim.lr_scheduler.StepLR(saved.optimizer, 2)
+    saved.step(1)
+    called: list[object] = []
+    torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
+    other.optimizer.register_step_pre_hook(lambda *_: called.append(0))
+    other.optimizer.register_step_post_hook(lambda *_: called.append(1))
+    seen = register_optimizer_step_pre_hook(lambda *_: called.append(2))
+    values = [-torch.zeros_like(each) for each in other.parts.parameters()]
+    with torch.no_grad():
+        for parameter, value in zip(other.parts.parameters(), values, strict=True):
+            parameter.copy_(value)
+            parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in other.parts.parameters()]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"o": saved.optimizer, "s": scheduler})
+        called.clear()
+        checkpointer.restore({"o": other.optimizer})
+    seen.remove()
+    assert called == []
+    assert not getattr(other.optimizer, "_opt_called", False)
+    assert_same(list(other.parts.parameters()), values)
+    assert all(p.grad is g for p, g in zip(other.parts.parameters(), gradients, strict=True))
+    assert_same(other.optimizer.state_dict(), saved.optimizer.state_dict())
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Hands on what it is asked, as some libraries' optimizers do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.num_steps = optimizer, 0
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+class Peculiar(torch.optim.Optimizer):
+    """Its states are no tensors of the shape of parameters, and not of parameters alone."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["n"] = state.get("n", 0) + 1
+                    state["none"], state["even"], state["empty"] = None, state["n"] % 2 == 0, {}
+                    state[7] = {"rows": parameter.grad.sum(0), "history": [torch.ones(3)] * state["n"]}
+                    state["half"] = parameter.grad.new_ones(5, dtype=torch.int16)
+        self.state["all"]["norm"] = torch.ones(2)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["itself", "wrapped"])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_states_of_any_kind(tmp_path: Path, wraps: bool, steps: int) -> None:
+    def make(steps: int) -> torch.optim.Optimizer:
+        parameters = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(12)]
+        optimizer = Peculiar(parameters)
+        for number in range(steps):
+            for parameter in parameters[number::2]:
+                parameter.grad = torch.ones(2, 3)
+            optimizer.step()
+        return optimizer
+
+    saved, other = make(2), make(steps)
+    had = set(other.state_dict()["state"])
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"o": saved})
+        checkpointer.restore({"o": Wrapping(other) if wraps else other})
+    loaded = make(0)
+    loaded.load_state_dict(saved.state_dict())
+    expected = loaded.state_dict()
+    for number, entry in expected["state"].items():
+        if wraps and number not in had and 7 in entry:
+            # Nobody can tell that its keys are not text, nor that there is something without anything in it.
+            entry["7"] = entry.pop(7)
+            del entry["empty"]
+    assert_same(other.state_dict(), expected)
+
+
+def test_an_optimizer_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        saved = Heads("adam", 1)
+        saved.step(1, 2)
+        checkpointer.save(0, {"o": saved.optimizer})
+        few = torch.optim.Adam(saved.parts[0].parameters())
+        with pytest.raises(CheckpointError, match=r"o\.state\.2: the optimizer has no such parameter, but 2"):
+            checkpointer.restore({"o": few})
+        few.add_param_group({"params": list(saved.parts[1].parameters())})
+        with pytest.raises(CheckpointError, match=r"o\.param_groups: the optimizer has 2, the checkpoint 1"):
+            checkpointer.restore({"o": few})
+        assert not few.state
+
+
+# Objects whose states are of any kind, in containers of any kind.
+
+
+class Holder:
+    """Has whatever it is given as its state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [
+        ([1, 2], [3]),
+        ([torch.ones(2), 4, "x"], [torch.zeros(2), 5, "y"]),
+        ([{"a": 1}, [torch.ones(1)]], [{"a": 2}, [torch.zeros(1)]]),
+        ((1, "x"), (2,)),
+        ("text", ""),
+        (b"bytes", b""),
+        (7, 8),
+        (None, 1),
+        (torch.tensor(3.0), torch.tensor(4.0)),
+        (torch.ones(2), torch.zeros(2)),
+        ({"a": 1, 2: torch.ones(1)}, {"a": 2, 2: torch.zeros(1)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["top", "mapping", "list"])
+def test_a_state_need_not_be_a_mapping(tmp_path: Path, saved: Any, other: Any, where: str) -> None:
+    def make(value: Any) -> tuple[Holder, dict[str, Any]]:
+        holder = Holder(copy.deepcopy(value))
+        states: dict[str, dict[str, Any]] = {
+            "top": {"o": holder},
+            "mapping": {"m": {3: holder, "n": 1}},
+            "list": {"l": [0, [holder, "x"]]},
+        }
+        return holder, states[where]
+
+    (_, state), (holder, target) = make(saved), make(other)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+        checkpointer.save(1, state)
+        checkpointer.restore(target)
+    assert_same(holder.value, saved)
+
+
+def test_what_is_in_lists_stays_there(tmp_path: Path) -> None:
+    saved, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    inner = [other, 0]
+    target = {"l": [inner, "y"]}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"l": [[saved, 5], "x"]})
+        checkpointer.restore(target)
+    assert target["l"][0] is inner
+    assert inner[0] is other
+    assert (inner[1], target["l"][1]) == (5, "x")
+    assert_same(dict(other.state_dict()), dict(saved.state_dict()))
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: Any = 0
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda one: (1, one), lambda one: {one}, lambda one: Pair(one), lambda one: (1, [{"x": (one,)}]),
+        lambda one: Pair(0, (PerRank(Cursor()),)),
+    ],
+)  # fmt: skip
+def test_what_would_be_pickled_as_a_whole_is_refused(tmp_path: Path, hide: Any) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for state, name in (
+            ({"of": hide(nn.Linear(1, 1))}, "of"),
+            ({"a": {"b": [0, hide(nn.Linear(1, 1))]}}, "a.b.1"),
+            ({"h": Holder({"x": hide(nn.Linear(1, 1))})}, "h.x"),
+        ):
+            with pytest.raises(ConfigError, match=rf"^{name}: a (Linear|PerRank) in a .*: use a list or a"):
+                checkpointer.save(0, state)
+        assert checkpointer.steps() == []
+        checkpointer.save(0, {"t": (1, 2, {"x": {3}}), "c": (nn.Linear, [1])})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_has_no_memory_is_not_restored(tmp_path: Path, nested: bool) -> None:
+    with torch.device("meta"):
+        other: Any = nn.Sequential(nn.Linear(2, 2))
+    with Checkpointer(tmp_path) as checkpointer:
+        saved: Any = nn.Sequential(nn.Linear(2, 2))
+        checkpointer.save(0, {"n": [{"m": saved}], "t": torch.ones(2)} if nested else {"m": saved})
+        name, state = ("n.0.m", {"n": [{"m": other}]}) if nested else ("m", {"m": other})
+        with pytest.raises(ConfigError, match=rf"^{name}\.0\.weight: .*meta device.*to_empty"):
+            checkpointer.restore(state)
+        other.to_empty(device="cpu")
+        assert checkpointer.restore(state) == 0
+        assert_same(dict(other.state_dict()), dict(saved.state_dict()))
+        if nested:
+            with pytest.raises(ConfigError, match=r"^t: .*meta device"):
+                checkpointer.restore({"t": torch.ones(2, device="meta")})
 
 
 # Retention, and the file `latest`.

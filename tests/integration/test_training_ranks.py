@@ -905,3 +905,75 @@ def test_a_save_that_one_rank_refuses_costs_no_other(ranks: Ranks, tmp_path: Pat
     found = ranks.run(3, save_beside_a_refusal, timeout_s=120, root=str(tmp_path), when_busy=when_busy)
     assert [outcomes[1:] for outcomes in found] == [["", ""]] * 3
     assert found[1][0] == "ConfigError"
+
+
+class StepsNotByItself(torch.optim.AdamW):
+    """Wants to evaluate the loss itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        super().step()
+        return loss
+
+
+def restore_what_was_trained_in_part(root: str, kind: str, stepped: list[int]) -> list[Any]:
+    """Rank function: under FSDP2, where some parameters had no gradient; returns what is not as saved."""
+
+    def make() -> tuple[nn.ModuleList, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        # Neither can be divided evenly.
+        parts = nn.ModuleList([nn.Linear(WIDTH, 5) for _ in range(3)])
+        for part in parts:
+            fully_shard(part, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+        made: dict[str, Any] = {
+            "adamw": lambda: torch.optim.AdamW(parts.parameters()),
+            "momentum": lambda: torch.optim.SGD(parts.parameters(), 0.1, momentum=0.9),
+            "closure": lambda: StepsNotByItself(parts.parameters()),
+        }
+        return parts, made[kind]()
+
+    def step(parts: nn.ModuleList, optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
+        def loss() -> Any:
+            total = sum(parts[number](torch.ones(1, WIDTH)).square().sum() for number in numbers)
+            total.backward()
+            return total
+
+        optimizer.step(loss)
+        optimizer.zero_grad()
+
+    (parts, optimizer), (others, other) = make(), make()
+    for _ in range(2):
+        step(parts, optimizer, [0, 1])
+    if stepped:
+        step(others, other, stepped)
+    with Checkpointer(root, log_level="error") as checkpointer:
+        checkpointer.save(0, {"model": parts, "optimizer": optimizer})
+        checkpointer.restore({"model": others, "optimizer": other})
+    wrong: list[Any] = []
+    for numbers in ([0, 1, 2], []):
+        mine, theirs = optimizer.state_dict()["state"], other.state_dict()["state"]
+        if mine.keys() != theirs.keys():
+            wrong.append([list(mine), list(theirs)])
+        for (number, one), another in zip(mine.items(), theirs.values(), strict=True):
+            for key, value in one.items():
+                found = another[key]
+                kinds = [(type(each), getattr(each, "placements", None)) for each in (value, found)]
+                if kinds[0] != kinds[1] or states.digest(value) != states.digest(found):
+                    wrong.append([number, key, str(kinds)])
+        for one in parts.parameters(), others.parameters():
+            wrong.append([states.digest(value) for value in one])
+        if wrong[-1] == wrong[-2]:
+            del wrong[-2:]
+        if numbers:
+            for one in ((parts, optimizer), (others, other)):
+                step(*one, numbers)
+    return wrong
+
+
+@pytest.mark.parametrize("stepped", [[], [0], [1, 2]], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "closure"])
+def test_states_of_parameters_are_divided_as_these(
+    ranks: Ranks, tmp_path: Path, kind: str, stepped: list[int]
+) -> None:
+    found = ranks.run(2, restore_what_was_trained_in_part, root=str(tmp_path), kind=kind, stepped=stepped)
+    assert found == [[], []]

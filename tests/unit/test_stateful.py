@@ -14,6 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from distckpt.errors import CheckpointError, ConfigError
 from distckpt.rng import RngState
@@ -50,21 +57,16 @@ def gather(state: Mapping[str, Any], rank: int = 0) -> Gathered:
     return Gathered(state, rank, {})
 
 
-def names_and_bytes(values: Any, prefix: str = "") -> dict[str, int]:
+def metadata_of(values: Any) -> Metadata:
     """Return what a checkpoint of `values` would have."""
-    if isinstance(values, torch.Tensor):
-        return {prefix[:-1]: values.nbytes}
-    if isinstance(values, Mapping):
-        entries = [(str(key), value) for key, value in values.items()]
-    elif isinstance(values, list):
-        entries = [(str(key), value) for key, value in enumerate(values)]
-    else:
-        return {prefix[:-1]: 0}
-    return {
-        name: nbytes
-        for key, value in entries
-        for name, nbytes in names_and_bytes(value, f"{prefix}{key}.").items()
+    leaves, paths = flatten_state_dict(values)
+    entries: dict[str, Any] = {
+        name: TensorStorageMetadata(TensorProperties(dtype=leaf.dtype), leaf.size(), [])
+        if isinstance(leaf, torch.Tensor)
+        else BytesStorageMetadata()
+        for name, leaf in leaves.items()
     }
+    return Metadata(entries, planner_data=paths)
 
 
 def fill(target: Any, source: Any) -> None:
@@ -80,7 +82,7 @@ def fill(target: Any, source: Any) -> None:
 
 
 def restore(state: Mapping[str, Any], saved: Any, rank: int = 0, *, weights_only: bool = True) -> Gathered:
-    found = Gathered(state, rank, {}, lambda: names_and_bytes(saved))
+    found = Gathered(state, rank, {}, lambda: metadata_of(saved))
     fill(found.values, saved)
     found.hand_back(weights_only=weights_only)
     return found
@@ -250,7 +252,7 @@ def test_a_rank_that_the_checkpoint_has_nothing_of_keeps_what_it_has(
     there, not_there = Loader(1), Loader(2)
     restore({"a": {"loader": PerRank(there)}}, saved, 0)
     assert not caplog.text
-    found = Gathered({"a": {"loader": PerRank(not_there)}}, 1, {}, lambda: names_and_bytes(saved))
+    found = Gathered({"a": {"loader": PerRank(not_there)}}, 1, {}, lambda: metadata_of(saved))
     assert found.values == {"a": {"loader": {}}}
     found.hand_back(weights_only=True)
     assert (there.position, not_there.position, not_there.num_taken) == (5, 2, 0)
