@@ -190,7 +190,7 @@ class Checkpointer:
         """Ids of this rank's saves that have failed."""
         self._handles: list[SaveHandle] = []
         self._closed = self._ended = False
-        self._warned_over_budget = self._warned_of_metric = False
+        self._warned_over_budget = self._warned_of_metric = self._warned_of_object = False
         if self._is_first:
             # What a process before this one has committed, and could not upload any more.
             self._archive.resume()
@@ -232,6 +232,7 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, or the state cannot be saved.
         """
         self._check_open()
+        _check_mapping(state)
         with torch.inference_mode(mode=False), torch.no_grad():
             values = self._gather(state).values
             planned = self._plan(values, View(values))
@@ -263,15 +264,14 @@ class Checkpointer:
                 the save failed; with it, a save before failed, and nobody has asked its handle: this one is
                 not begun then. With `ckpt_on_failure="warn"` only after `ckpt_max_failures` in a row. Or as
                 many saves as may be are under way, and `ckpt_when_busy` is "fail".
-            ConfigError: `step` is negative, or `metric` no number.
+            ConfigError: `step` is negative, or `metric` no number, or an entry could not be restored.
         """
         started = time.monotonic()
         self._check_open()
         step = _step_number(step)
         # Before anything that one rank may find wrong, and another not.
         self._num_saves[step] += 1
-        if not isinstance(state, Mapping):
-            raise ConfigError(f"state: expected a mapping, got {type(state).__name__}")
+        _check_mapping(state)
         if metric is not None:
             try:
                 metric = float(metric)
@@ -532,8 +532,10 @@ class Checkpointer:
 
         Raises:
             IntegrityError: The checkpoint is damaged, and so are all before it if "latest" was asked for.
-            CheckpointError: There is no such step, or it cannot be read.
+            CheckpointError: There is no such step, or it cannot be read, or does not fit the state.
+            ConfigError: `state` is no mapping, `step` no step, or an entry has no memory to load into.
         """
+        _check_mapping(state)
         self._let_change()
         if self._increments is not None:
             # What it finds damaged, the next save would share.
@@ -644,6 +646,7 @@ class Checkpointer:
         """Say whether a failed save is no more than a line in the log."""
         return (
             isinstance(error, CheckpointError)
+            and not isinstance(error, ConfigError)
             and self._config.ckpt_on_failure == "warn"
             and self._num_failures < self._config.ckpt_max_failures
         )
@@ -708,7 +711,21 @@ class Checkpointer:
             self._rules(),
             is_incremental=self._increments is not None,
         )
+        self._warn_of_refused(self._planned)
         return self._planned
+
+    def _warn_of_refused(self, planned: PlannedState) -> None:
+        """Say once if there is an object that `restore` will refuse: then it would be too late."""
+        if self._warned_of_object or not self._config.ckpt_weights_only:
+            return
+        refused = planned.find_refused()
+        if refused is not None:
+            self._warned_of_object = True
+            _LOG.warning(
+                "%r %s, and restore will refuse it: save plain values instead, or admit it there with "
+                "torch.serialization.add_safe_globals, or everything with ckpt_weights_only=False",
+                *refused,
+            )
 
     def _rules(self) -> Rules:
         return Rules(
@@ -1149,6 +1166,16 @@ def _is_final(error: BaseException) -> bool:
     return not isinstance(error, CheckpointError) or isinstance(
         error, (StagingError, StateChanged, ReplicasDiffer, ConfigError, MissingRanks)
     )
+
+
+def _check_mapping(state: object) -> None:
+    """Refuse what is no state.
+
+    Raises:
+        ConfigError: It is no mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"state: expected a mapping, got {type(state).__name__}")
 
 
 def _step_number(step: object) -> int:

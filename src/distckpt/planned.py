@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import threading
 import time
 import uuid
@@ -54,6 +55,11 @@ if TYPE_CHECKING:
 _MOST_RESIDENCES = 4
 """Saves of one state in flight, as far as the budget goes: one is written, others are staged."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_EXACT = frozenset({bool, int, str, bytes, type(None)})
+"""Of which equal values are the same: a float may be a negative zero, or not equal to itself."""
+_SURE = frozenset({bool, float, complex, str, type(None)})
+_MOST_BITS = 2039
+"""Of whole numbers: torch.load(weights_only=True) takes no larger ones."""
 
 
 class PlannedState:
@@ -163,6 +169,8 @@ class PlannedState:
         leaf_at = {path: leaf for leaf, path in enumerate(view.paths)}
         self._leaf_of: list[int] = []
         self._objects: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        self._doubtful: list[int] = []
+        """Objects that are more than plain values in containers."""
         for number, write_item in enumerate(self._write_items):
             path = planner.mappings.get(write_item.index.fqn)
             item = self.items[number]
@@ -173,6 +181,8 @@ class PlannedState:
                 value = planner.state_dict[write_item.index.fqn]
                 keys = _keys_along(path, state)
                 self._objects[number] = (keys, value if type(value) in _PLAIN else None)
+                if not _is_plain(value):
+                    self._doubtful.append(number)
             else:
                 # The boxes of a `Sharded` are told apart by their offsets.
                 at, offset = tuple(path), tuple(self._pieces[number].whole.index.offset or ())
@@ -186,21 +196,48 @@ class PlannedState:
             self._leaf_of.append(leaf)
 
     def refresh(self, state: Mapping[str, Any]) -> bool:
-        """Take today's values of the objects; False if they take more room, so that all is planned anew."""
+        """Take today's values of the objects; False if they take more room, so that all is planned anew.
+
+        Raises:
+            StagingError: One cannot be pickled.
+        """
         for number, (path, known) in self._objects.items():
             value: Any = state
             for key in path:
                 value = value[key]
-            if type(value) is type(known) and type(value) in _PLAIN and repr(value) == repr(known):
+            if type(value) is type(known) and (
+                value == known
+                if type(value) in _EXACT
+                else type(value) in _PLAIN and repr(value) == repr(known)
+            ):
                 continue
             data = io.BytesIO()
-            torch.save(value, data)
+            try:
+                torch.save(value, data)
+            except Exception as error:
+                raise StagingError(
+                    f"{self.fqn(number)!r}: a {type(value).__name__} cannot be pickled: {error}"
+                ) from error
             item = self.items[number]
             if data.getbuffer().nbytes != item.size:
                 return False
             item.frame = Frame(data.getvalue(), b"")
             self._objects[number] = (path, value if type(value) in _PLAIN else None)
         return True
+
+    def find_refused(self) -> tuple[str, str] | None:
+        """Return the name of an object that torch.load(weights_only=True) refuses, and why; None if none is.
+
+        It holds for the objects as they were planned.
+        """
+        for number in self._doubtful:
+            try:
+                torch.load(io.BytesIO(self.items[number].frame.prefix), weights_only=True)
+            except Exception as error:  # noqa: BLE001 - that is what is asked
+                names = re.search(r"GLOBAL (\S+)|(<class '[^']+'>)", str(error))
+                why = f"names {names[1] or names[2]}" if names else "is more than tensors and plain values"
+                return self.fqn(number), why
+        return None
 
     def stage(self, residence: Residence, view: View) -> None:
         """Copy the state that `view` has walked to `residence`."""
@@ -507,6 +544,21 @@ def places_of(
             if chunk is not None:
                 places.setdefault(fqn, []).append((names[file], nbytes))
     return places
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether torch.load(weights_only=True) is known to take an object."""
+    kind = type(value)
+    if kind is int:
+        return bool(value.bit_length() <= _MOST_BITS)
+    if kind is bytes:
+        # Without any, pickle has it made by a call.
+        return len(value) > 0
+    if kind is dict:
+        return _is_plain([*value, *value.values()])
+    if kind in (list, tuple):
+        return set(map(type, value)) <= _SURE or all(map(_is_plain, value))
+    return kind in _SURE
 
 
 def _keys_along(path: Sequence[Any], state: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from distckpt.collector import collector_paused
+from distckpt.errors import ConfigError, StagingError
 from distckpt.plan import WHOLE_BYTES, share
 from distckpt.staging import is_raw, is_verbatim
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import io
     from collections.abc import Sequence
 
+    from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.planner import SavePlan
 
     Held = list[tuple[int, int, WriteItem]]
@@ -33,6 +35,7 @@ _LOG = logging.getLogger(__name__)
 _OBJECT_BYTES = 4 << 10
 """What an object counts for in the sharing: its size is not known before it is pickled."""
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_TWICE = "duplicated flatten key "
 _SKEW = 1.2
 _SKEW_BYTES = 64 << 20
 _GIB = 1 << 30
@@ -85,6 +88,31 @@ class SavePlanner(DefaultSavePlanner):
         """Whether what several ranks have may be split by rows."""
         return self._is_parallel
 
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state that is to be planned.
+
+        Args:
+            state_dict: The state.
+            storage_meta: As torch's.
+            is_coordinator: Whether this rank makes the global plan.
+
+        Raises:
+            ConfigError: Two entries have one name.
+            ValueError: As torch's.
+        """
+        try:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        except ValueError as error:
+            if not str(error).startswith(_TWICE):
+                raise
+            name = str(error).removeprefix(_TWICE)
+            raise ConfigError(f"state: two entries have the name {name!r}, by different keys") from None
+
     def create_local_plan(self) -> SavePlan:
         """Return all that this rank has; what is not to be split is marked."""
         plan = super().create_local_plan()
@@ -105,6 +133,23 @@ class SavePlanner(DefaultSavePlanner):
         assert held.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         return data.detach().narrow(0, chunk.offsets[0] - held.tensor_data.chunk.offsets[0], chunk.sizes[0])
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name
+        """Return what is written of a value: bytes of an object.
+
+        Args:
+            write_item: Its item.
+            object: The value.
+
+        Raises:
+            StagingError: It cannot be pickled.
+        """
+        try:
+            return super().transform_object(write_item, object)
+        except Exception as error:
+            raise StagingError(
+                f"{write_item.index.fqn!r}: a {type(object).__name__} cannot be pickled: {error}"
+            ) from error
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         with collector_paused():

@@ -8,8 +8,10 @@ Threads: one at a time, that of the trainer.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
+import operator
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from distckpt.stateful import Gathered
 
 _LOG = logging.getLogger(__name__)
+_DONE = "done: "
+_MOST_NAMES = 5
 
 
 class Restorer:
@@ -62,9 +66,14 @@ class Restorer:
         self._timeout_s = config.distributed_timeout_minutes * 60
         self._num_restores = 0
         """That have begun."""
+        self._left_out: dict[str, list[str]] = {}
+        """Of each object, what the last load had no place for."""
 
     def restore(self, state: dict[str, Any], step: int | str | None) -> int | None:
         """Load a checkpoint into `state`; see `Checkpointer.restore`."""
+        with contextlib.suppress(TypeError):
+            # As `save` takes it.
+            step = step if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
         damaged: list[Copy] = []
         first_error: CheckpointError | None = None
         is_latest = step in (None, "latest")
@@ -89,6 +98,7 @@ class Restorer:
                 raise
             outcome = self._outcome_for_all(error) if may_go_on else error
             if outcome is None:
+                self._warn_of_left_out(found)
                 if not is_latest:
                     self._warn_of_later(found.step)
                 return found.step
@@ -116,6 +126,18 @@ class Restorer:
                     latest,
                 )
 
+    def _warn_of_left_out(self, copy: Copy) -> None:
+        """Say what an object was not given, for its state has no place for it now."""
+        for fqn, names in self._left_out.items() if self._is_first else ():
+            _LOG.warning(
+                "%s has %d entries of %r that its state has not, and that are not restored: %s%s",
+                self._where(copy),
+                len(names),
+                fqn,
+                ", ".join(names[:_MOST_NAMES]),
+                ", ..." if len(names) > _MOST_NAMES else "",
+            )
+
     def _where(self, copy: Copy) -> str:
         return self._archive.path(copy.step, copy.tier)
 
@@ -126,6 +148,11 @@ class Restorer:
         num_asked = 0
         path = self._where(copy)
         reader = StorageReader(path, self._config, storage_options=self._archive.options_of(copy.tier))
+
+        def gather(loaded: Mapping[str, Any]) -> Gathered:
+            gathered = self._gather(loaded, reader)
+            self._left_out = gathered.left_out
+            return gathered
 
         def agree(text: str) -> bool:
             nonlocal num_asked
@@ -140,7 +167,7 @@ class Restorer:
                 reader,
                 group=group,
                 agree=agree,
-                gather=lambda loaded: self._gather(loaded, reader),
+                gather=gather,
                 weights_only=self._config.ckpt_weights_only,
             )
         except CheckpointException as error:
@@ -159,7 +186,13 @@ class Restorer:
         """Return how loading went: None if it went well on all ranks, damage if one has found any."""
         if self._is_alone:
             return error
-        text = ""
+        # One rank may have a place for what another has none for, as where stages of a model are.
+        text = _DONE + json.dumps(
+            {
+                fqn: hashlib.sha256("\n".join(names).encode()).hexdigest()
+                for fqn, names in self._left_out.items()
+            }
+        )
         if error is not None:
             text = f"{'damaged' if isinstance(error, IntegrityError) else 'failed'}: {error}"
         heard = exchange(self._coordinator, self._loaded_name, text, timeout_s=self._timeout_s)
@@ -170,11 +203,15 @@ class Restorer:
         if error is not None:
             return error
         for place, told in heard.items():
-            if told:
+            if not told.startswith(_DONE):
                 rank = self._coordinator.ranks[place]
                 return CheckpointError(
                     f"rank {rank} could not load: {told.removeprefix('failed: ')}", rank=rank
                 )
+        words = [json.loads(told.removeprefix(_DONE)) for told in heard.values()]
+        self._left_out = {
+            fqn: names for fqn, names in self._left_out.items() if len({word.get(fqn) for word in words}) == 1
+        }
         return None
 
     def _find_for_all(self, step: int | str | None, leave_out: Collection[Copy]) -> Copy | None:
@@ -208,13 +245,15 @@ class Restorer:
     def _find(self, step: int | str | None, leave_out: Collection[Copy]) -> Copy | None:
         if step is None or step == "latest":
             return next((copy for copy in self._archive.copies() if copy not in leave_out), None)
-        if isinstance(step, bool) or not str(step).isdecimal():
+        text = str(step)
+        if isinstance(step, bool) or not (text.isascii() and text.isdecimal()):
             raise ConfigError(f"step: expected a number from 0, or 'latest', got {step!r}")
-        found = self._archive.find(int(step), leave_out)
+        number = int(text)
+        found = self._archive.find(number, leave_out)
         if found is None and leave_out:
             return None
         if found is None:
-            raise CheckpointError(f"{self._archive.path(int(step))} holds no complete checkpoint")
+            raise CheckpointError(f"{self._archive.path(number)} holds no complete checkpoint")
         return found
 
 

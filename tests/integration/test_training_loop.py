@@ -8,15 +8,18 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,6 +33,7 @@ from distckpt import (
     ConfigError,
     IntegrityError,
     PerRank,
+    StagingError,
     WriteError,
     observe,
 )
@@ -564,6 +568,166 @@ def test_what_has_no_memory_is_not_restored(tmp_path: Path, nested: bool) -> Non
         if nested:
             with pytest.raises(ConfigError, match=r"^t: .*meta device"):
                 checkpointer.restore({"t": torch.ones(2, device="meta")})
+
+
+@pytest.mark.parametrize("step", ["latest", 0])
+@pytest.mark.parametrize(
+    ("saved", "other", "names"),
+    [
+        ({"history": {"loss": 1.0, "rate": 2.0}}, {"history": {}}, ["o.history.loss, o.history.rate"]),
+        ({"all": [{"loss": 1}, {"loss": 2}]}, {"all": [{"loss": 0}]}, ["1 entries", "o.all.1.loss"]),
+        ({"t": {str(n): torch.ones(1) for n in range(9)}}, {"t": {}}, ["9 entries", "o.t.4, ..."]),
+        ([torch.ones(1), torch.ones(1)], [torch.ones(1)], ["o.1"]),
+        ({"a": 1}, {"a": 2}, []),
+        ({"rows": [1, 2, 3]}, {"rows": []}, []),
+    ],
+    ids=str,
+)
+def test_what_an_object_has_no_place_for_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: Any, other: Any, names: list[str], step: Any
+) -> None:
+    model = nn.Linear(1, 1)
+    cursor = PerRank(Cursor())
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"o": Holder(saved), "m": model, "p": cursor, "not": {"asked": {"for": 1}}})
+        target = {"o": Holder(other), "m": model, "p": cursor, "not": {"asked": {}}}
+        checkpointer.restore(target, step)
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(found) == bool(names)
+    assert all(name in found[0] for name in [*names, "of 'o' that its state has not"] if names)
+
+
+def test_an_optimizer_that_is_made_room_for_leaves_nothing_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, other = Heads("adam", 1), Heads("adam", 2)
+    saved.step(1)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, saved.state)
+        checkpointer.restore(other.state)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def cyclic() -> dict[str, Any]:
+    entries: list[Any] = [torch.ones(1)]
+    entries.append(entries)
+    return {"a": {"b": entries}}
+
+
+class Local:
+    """Of no class that torch.load takes unasked."""
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "text"),
+    [
+        ({"m": {"fn": lambda: 1}}, StagingError, r"^'m\.fn': a function cannot be pickled"),
+        ({"m": [torch.ones(1), threading.Lock()]}, StagingError, r"^'m\.1': a lock cannot be pickled"),
+        ({"a.b": 1, "a": {"b": 2}}, ConfigError, "name 'a.b'"),
+        (cyclic(), ConfigError, r"^a\.b\.1\.1\.\.\.: .*contains itself"),
+        (nn.Linear(1, 1), ConfigError, "^state: expected a mapping, got Linear"),
+    ],
+    ids=["lambda", "lock", "twice", "cycle", "module"],
+)
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_errors_name_the_entry(
+    tmp_path: Path, state: Any, kind: type[Exception], text: str, policy: str
+) -> None:
+    settings: dict[str, Any] = {"ckpt_max_failures": 1} if policy == "warn" else {}
+    with Checkpointer(tmp_path, ckpt_on_failure=policy, **settings) as checkpointer:
+        with pytest.raises(kind, match=text):
+            checkpointer.save(0, state)
+        checkpointer.save(1, {"m": {"fn": 1}, "a": 1})
+        if kind is ConfigError:
+            with pytest.raises(ConfigError, match=r"state|contains itself"):
+                checkpointer.restore(state)
+            with pytest.raises(ConfigError, match=r"state|contains itself"):
+                checkpointer.prewarm(state)
+        else:
+            changed = {"m": {"fn": (threading.Lock(),)}, "a": 1}
+            with pytest.raises(StagingError, match=r"'m\.fn': a tuple cannot be pickled"):
+                checkpointer.save(2, changed)
+
+
+def test_errors_of_the_caller_are_not_borne(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, ckpt_on_failure="warn") as checkpointer:
+        with pytest.raises(ConfigError, match="use a list"):
+            checkpointer.save(0, {"of": (nn.Linear(1, 1),)})
+        checkpointer.save(1, small(1))
+
+
+def test_numbers_of_any_size_are_compared(tmp_path: Path) -> None:
+    state = {"t": torch.ones(1), "n": 10**5000, "x": -0.0, "nan": float("nan"), "c": complex(0, -0.0)}
+    with Checkpointer(tmp_path, ckpt_weights_only=False) as checkpointer:
+        plans = []
+        for step in range(3):
+            checkpointer.save(step, state)
+            plans.append(checkpointer._planned)
+        assert len({id(plan) for plan in plans}) == 1
+        checkpointer.save(3, {**state, "n": 10**5000 + 1, "x": 0.0})
+        for step, (n, x) in {2: (10**5000, "-0.0"), 3: (10**5000 + 1, "0.0")}.items():
+            target: dict[str, Any] = {"t": torch.ones(1), "n": 0, "x": 1.0}
+            checkpointer.restore(target, step)
+            assert target["n"] == n
+            assert str(target["x"]) == x
+
+
+def test_steps_are_taken_as_save_takes_them(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(torch.tensor(7), small(7))  # type: ignore[arg-type]
+        for step in (torch.tensor(7), 7, "7", "007", None, "latest"):
+            assert checkpointer.restore(small(0), step) == 7  # type: ignore[arg-type]
+        for wrong in (
+            "\u0667",
+            "\u00b2",
+            "",
+            "-7",
+            " 7",
+            True,
+            7.0,
+            torch.tensor(7.0),
+            torch.ones(2),
+            -1,
+            [7],
+        ):
+            with pytest.raises(ConfigError, match="step: expected a number from 0, or 'latest'"):
+                checkpointer.restore(small(0), wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (np.float64(1), "'o.x' names numpy"),
+        ((1, [np.float64(1)]), "'o.x' names numpy"),
+        (Local(), "'o.x' names .*Local"),
+        ({1, 2}, ""),
+        (10**700, "'o.x' is more"),
+        ((1, [2.0, None, {"a": b"x", 3: (True, 1j)}], torch.float32), ""),
+        ((OrderedDict(a=1),), ""),
+        (b"", "'o.x' names bytes"),
+    ],
+    ids=["numpy", "deep", "class", "set", "large", "plain", "ordered", "no-bytes"],
+)
+def test_what_restore_will_refuse_is_said_when_it_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any, why: str
+) -> None:
+    for is_asked in (False, True):
+        caplog.clear()
+        with Checkpointer(tmp_path, ckpt_weights_only=is_asked) as checkpointer:
+            for step in range(3):
+                checkpointer.save(step, {"o": {"x": value}, f"{step}": (np.float64(1), 2) if why else 2})
+            found = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+            assert len(found) == (bool(why) and is_asked)
+            if not is_asked:
+                continue
+            target: dict[str, Any] = {"o": {"x": 0}}
+            if why:
+                assert re.search(why, found[0])
+                with pytest.raises(CheckpointError, match=r"o\.x"):
+                    checkpointer.restore(target)
+            else:
+                checkpointer.restore(target)
+                assert target["o"]["x"] == value
 
 
 # Retention, and the file `latest`.

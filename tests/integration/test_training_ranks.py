@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -977,3 +978,43 @@ def test_states_of_parameters_are_divided_as_these(
 ) -> None:
     found = ranks.run(2, restore_what_was_trained_in_part, root=str(tmp_path), kind=kind, stepped=stepped)
     assert found == [[], []]
+
+
+class Stage:
+    """Has other entries on each rank, as a stage of a pipeline has."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.entries
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entries = state
+
+
+def restore_into_stages(root: str, step: int | str) -> list[str]:
+    """Rank function: returns what was warned of."""
+    rank = distributed.get_rank()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    with Checkpointer(root, log_level="warning") as checkpointer:
+        stage = {f"layer{rank}": torch.full((2,), float(rank))}
+        checkpointer.save(0, {"model": Stage(**stage), "history": Stage(a=1, b=2)})
+        logging.getLogger("distckpt").addHandler(handler)
+        target = Stage(**{f"layer{rank}": torch.zeros(2)})
+        assert checkpointer.restore({"model": target, "history": Stage(a=0)}, step) == 0
+        assert target.entries[f"layer{rank}"].tolist() == [rank] * 2
+    logging.getLogger("distckpt").removeHandler(handler)
+    return [text.partition(" has ")[2] for text in told]
+
+
+def test_what_no_rank_has_a_place_for_is_said_by_the_first(ranks: Ranks, tmp_path: Path) -> None:
+    history, others = (
+        f"1 entries of '{name} that its state has not, and that are not restored: {entry}"
+        for name, entry in (("history'", "history.b"), ("model'", "model.layer1"))
+    )
+    assert ranks.run(2, restore_into_stages, root=str(tmp_path), step="latest") == [[history], []]
+    # Then ranks do not hear of each other.
+    assert ranks.run(2, restore_into_stages, root=str(tmp_path), step=0) == [[others, history], []]
