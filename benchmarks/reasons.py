@@ -63,6 +63,9 @@ _REASONS: dict[str, dict[str, str]] = {
     "load_s": dict.fromkeys(
         ("torch.save", "safetensors", "torch_checkpointing", "dcp.async_save", "dcp.save"), _NO_CHECKSUM
     ),
+    "first_load_s": dict.fromkeys(
+        ("torch.save", "safetensors", "torch_checkpointing", "dcp.async_save", "dcp.save"), _NO_CHECKSUM
+    ),
     "cpu_s": dict.fromkeys(("torch.save", "safetensors"), _ONE_STREAM),
     "durable_s": dict.fromkeys(("torch.save", "safetensors"), _ONE_STREAM),
 }
