@@ -203,6 +203,12 @@ def _add_convert(commands: Any) -> None:
             help=f"{what} entries whose name fits, such as 'model.*'; may be given more than once",
         )
     command.add_argument(
+        "--strip-prefix",
+        default="",
+        metavar="PREFIX",
+        help="take it from names that begin with it, such as model.; patterns are of names before that",
+    )
+    command.add_argument(
         "--objects",
         choices=("auto", "refuse", "sidecar"),
         default="auto",
@@ -249,6 +255,7 @@ def _convert(options: argparse.Namespace) -> int:
             dtype=dtype,
             include=options.include,
             exclude=options.exclude,
+            strip_prefix=options.strip_prefix,
             objects=options.objects,
             workers=options.workers,
             host_memory=options.memory,

@@ -36,6 +36,7 @@ from distckpt.sources import (
     cast,
     open_source,
     select,
+    strip,
     write_torch_file,
 )
 from distckpt.staging import Item
@@ -120,6 +121,7 @@ def convert(
     dtype: torch.dtype | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    strip_prefix: str = "",
     objects: str = "auto",
     workers: int = 1,
     host_memory: str | int = "256MiB",
@@ -138,6 +140,7 @@ def convert(
         dtype: What floating-point tensors become; default: they stay what they are.
         include: Patterns of fqns, as of `fnmatch`; default: all.
         exclude: Patterns of what is left out of these.
+        strip_prefix: What is taken from the names, and keys, of those of them that begin with it.
         objects: As `ckpt_objects`: what becomes of Python objects that the target does not hold.
         workers: Processes that write; 1: this one.
         host_memory: Bytes for what is on its way, as `ckpt_host_memory`; beside that, a process needs what
@@ -155,7 +158,7 @@ def convert(
         CheckpointError: There is no complete checkpoint at `source`, or an entry of it cannot be converted;
             the target is not written then.
         CommitError: There is something at `target`.
-        ConfigError: A setting, a pattern or a URL makes no sense.
+        ConfigError: A setting, a pattern, a prefix or a URL makes no sense.
         IntegrityError: The source is damaged, or what was written is not what was read.
         StagingError: The target's format does not hold one of the entries.
         WriteError: A storage refuses.
@@ -172,12 +175,15 @@ def convert(
     entries = select(found, list(include), list(exclude))
     if dtype is not None:
         entries = [cast(entry, dtype) if isinstance(entry, TensorSource) else entry for entry in entries]
+    tree = opened.tree
+    if strip_prefix:
+        entries, tree = strip(entries, strip_prefix, tree)
     tensors = [entry for entry in entries if isinstance(entry, TensorSource)]
     if to == "torch":
         path = write_torch_file(
             target,
             entries,
-            tree=opened.tree,
+            tree=tree,
             tell=lambda done, total: tell("write", done, total),
             weights_only=weights_only,
         )
@@ -257,7 +263,7 @@ def _plan(
         if isinstance(entry, ObjectSource):
             # First, for it may be refused whatever the format.
             data = entry.read()
-            engine.check_aside(entry.fqn, "a Python object")
+            engine.check_aside(entry.origin, "a Python object")
             items.append(Item(Frame(data, b"")))
             fqns.append(entry.fqn)
             chunks.append(None)
@@ -306,7 +312,7 @@ def _item(
     nbytes = math.prod(sizes) * entry.dtype.itemsize
     if not file_format.holds(entry.dtype) or (file_format.has_grid and nbytes == 0):
         if nbytes:
-            engine.check_aside(entry.fqn, f"a tensor of {entry.dtype}")
+            engine.check_aside(entry.origin, f"a tensor of {entry.dtype}")
         strides = contiguous_strides(sizes)
         frame = engine.aside.frame(entry.dtype, sizes, strides)
         return Item(frame, nbytes=nbytes, source=entry if nbytes else None)

@@ -74,10 +74,11 @@ class ObjectSource:
     Attributes:
         fqn: Name of the entry.
         path: Keys that lead to it in the state.
+        origin: Its name in the source, whatever `strip` has made of it.
     """
 
     def __init__(self, fqn: str, path: Path, read: Callable[[], bytes]) -> None:
-        self.fqn = fqn
+        self.fqn = self.origin = fqn
         self.path = path
         self.read = read
 
@@ -92,6 +93,7 @@ class TensorSource:
     Attributes:
         fqn: Name of the entry.
         path: Keys that lead to it in the state.
+        origin: Its name in the source, whatever `strip` has made of it.
         dtype: Of its elements.
         shape: In elements.
         requires_grad: What is known of that.
@@ -107,7 +109,7 @@ class TensorSource:
         *,
         requires_grad: bool = False,
     ) -> None:
-        self.fqn = fqn
+        self.fqn = self.origin = fqn
         self.path = path
         self.dtype = dtype
         self.shape = tuple(shape)
@@ -253,6 +255,117 @@ def select(
 def _exclude(fqn: str) -> str:
     """Return the option that leaves an entry out, whatever its name means to a shell or as a pattern."""
     return f"--exclude {shlex.quote(glob.escape(fqn))}"
+
+
+def strip(
+    entries: Sequence[TensorSource | ObjectSource], prefix: str, tree: Mapping[Any, Any] | None = None
+) -> tuple[list[TensorSource | ObjectSource], Mapping[Any, Any] | None]:
+    """Return entries without `prefix` where their names begin with it, and `Source.tree` for these names.
+
+    Keys follow: what a prefix takes of a name, it takes of the keys that lead to the entry.
+
+    Raises:
+        ConfigError: No name begins with it, one is no more than it, or two entries would come to one place.
+    """
+    if not any(entry.fqn.startswith(prefix) for entry in entries):
+        names = ", ".join(entry.fqn for entry in entries[:3])
+        raise ConfigError(f"no entry has a name that begins with {prefix!r}; there are {names}, ...")
+    stripped = [_without(entry, prefix) if entry.fqn.startswith(prefix) else entry for entry in entries]
+    bearers: dict[str, str] = {}
+    # What holds entries is none itself, and has either keys or places.
+    kinds: dict[Path, tuple[type | None, str]] = {}
+    for entry in stripped:
+        origin = bearers.setdefault(entry.fqn, entry.origin)
+        if origin != entry.origin:
+            raise ConfigError(
+                f"without {prefix!r}, {origin!r} and {entry.origin!r} would both be named {entry.fqn!r}: "
+                f"leave one out ({_exclude(entry.origin)})"
+            )
+        for depth in range(1, len(entry.path) + 1):
+            kind = type(entry.path[depth]) if depth < len(entry.path) else None
+            found, origin = kinds.setdefault(entry.path[:depth], (kind, entry.origin))
+            if found is not kind:
+                raise ConfigError(
+                    f"without {prefix!r}, {origin!r} and {entry.origin!r} do not go into one state: "
+                    f"leave one out ({_exclude(entry.origin)})"
+                )
+    if tree is not None:
+        tree = _strip_tree(tree, prefix, {entry.origin: entry.fqn for entry in stripped})
+    return stripped, tree
+
+
+def _without(entry: TensorSource | ObjectSource, prefix: str) -> TensorSource | ObjectSource:
+    fqn, path = entry.fqn.removeprefix(prefix), entry.path
+    if not fqn:
+        raise ConfigError(f"without {prefix!r}, nothing would be left of the name {entry.fqn!r}")
+    if ".".join(map(str, path)) == entry.fqn:
+        num_keys, rest = _cut(path, prefix)
+        path = (str(path[num_keys]).removeprefix(rest), *path[num_keys + 1 :])
+    else:
+        path = (fqn,)
+    own = copy.copy(entry)
+    own.fqn, own.path = fqn, path
+    return own
+
+
+def _cut(keys: Sequence[Any], prefix: str) -> tuple[int, str]:
+    """Return how many keys a prefix of their name takes as a whole, and what it takes of the next one."""
+    num_keys = 0
+    while num_keys < len(keys) - 1 and prefix.startswith(f"{keys[num_keys]}."):
+        prefix = prefix.removeprefix(f"{keys[num_keys]}.")
+        num_keys += 1
+    return num_keys, prefix
+
+
+def _strip_tree(tree: Mapping[Any, Any], prefix: str, names: Mapping[str, str]) -> Mapping[Any, Any]:
+    """Return a tree of the new names of entries, by their old ones; of what has none, nothing is in it.
+
+    Raises:
+        ConfigError: Two entries would have one key.
+    """
+    ways: list[tuple[str, list[tuple[Any, Any]]]] = []
+    for name, way in _leaves(tree):
+        if name not in names:
+            continue
+        if name.startswith(prefix):
+            num_keys, rest = _cut([key for _, key in way], prefix)
+            way = way[num_keys:]
+            container, key = way[0]
+            # A state is a dict; and what a container has beside its keys is about these.
+            if rest or isinstance(container, list):
+                way[0] = ({}, str(key).removeprefix(rest))
+        ways.append((names[name], way))
+    [root, *others] = {id(way[0][0]): way[0][0] for _, way in ways}.values()
+    stripped = {} if others else _emptied(root)
+    for name, way in ways:
+        at = stripped
+        for (_, key), (container, _) in itertools.pairwise(way):
+            at = _put(at, key, [] if isinstance(container, list) else _emptied(container))
+        other = _put(at, way[-1][1], name)
+        if other is not name:
+            # Keys that are equal, with other names: 1 and True.
+            raise ConfigError(f"without {prefix!r}, {other!r} and {name!r} would have one key")
+    return stripped
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, list[tuple[Any, Any]]]]:
+    """Yield the names in a tree, each with the containers and keys that lead to it."""
+    for key, each in enumerate(tree) if isinstance(tree, list) else tree.items():
+        if isinstance(each, str):
+            yield each, [(tree, key)]
+        else:
+            for name, way in _leaves(each):
+                yield name, [(tree, key), *way]
+
+
+def _put(container: Any, key: Any, value: Any) -> Any:
+    """Return what a container has at a key, which is `value` if there was nothing."""
+    if not isinstance(container, list):
+        return container.setdefault(key, value)
+    container.extend([None] * (key + 1 - len(container)))
+    if container[key] is None:
+        container[key] = value
+    return container[key]
 
 
 def _why(error: Exception) -> str:
@@ -1114,19 +1227,19 @@ def _loaded(entry: ObjectSource, *, weights_only: bool) -> Any:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{entry.fqn!r} is more than tensors and plain values, and loading it can run code: "
+            f"{entry.origin!r} is more than tensors and plain values, and loading it can run code: "
             f"leave it out, or say weights_only=False for a checkpoint that you trust"
         ) from error
     except Exception as error:
         raise CheckpointError(
-            f"{entry.fqn!r} cannot be loaded ({_why(error)}): leave it out ({_exclude(entry.fqn)})"
+            f"{entry.origin!r} cannot be loaded ({_why(error)}): leave it out ({_exclude(entry.origin)})"
         ) from error
     try:
         _save_around(value, lambda data, offset: None)
     except Exception as error:
         raise CheckpointError(
-            f"{entry.fqn!r} is a {type(value).__name__} that torch.save cannot write around its data "
-            f"({_why(error)}): leave it out ({_exclude(entry.fqn)}), or convert to torch_dist"
+            f"{entry.origin!r} is a {type(value).__name__} that torch.save cannot write around its data "
+            f"({_why(error)}): leave it out ({_exclude(entry.origin)}), or convert to torch_dist"
         ) from error
     return value
 
@@ -1136,6 +1249,9 @@ _NOTHING = object()
 
 def _filled(tree: Any, values: Mapping[str, Any]) -> Any:
     """Return a tree with values for names; what holds none of them is left out, or `_NOTHING`."""
+    if tree is None:
+        # A place of a list that `strip` has left empty.
+        return _NOTHING
     if isinstance(tree, str):
         return values.get(tree, _NOTHING)
     if isinstance(tree, list):

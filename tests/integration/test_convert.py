@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +202,104 @@ def test_a_part_in_another_dtype_is_what_transformers_would_read(
         if name != "empty":
             expected = value.bfloat16() if value.dtype.is_floating_point else value
             assert torch.equal(found[f"model.{name}"], expected)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_prefix_goes_whatever_the_formats(
+    sources: dict[str, Path], source: str, to: str, tmp_path: Path
+) -> None:
+    command = ["convert", str(sources[source]), str(tmp_path / "target"), "--to", to]
+    command += ["--strip-prefix", "model.", "--exclude", "model.empty"]
+    if to == "safetensors":
+        command += ["--objects", "sidecar"]
+    assert main(command) == 0
+    expected: dict[str, Any] = make_state()
+    expected.update(expected.pop("model"))
+    del expected["empty"]
+    assert_equal(load(tmp_path / "target", expected), expected)
+    if to != "torch":
+        assert main(["verify", str(tmp_path / "target")]) == 0
+        convert(tmp_path / "target", tmp_path / "back.pt", to="torch")
+        assert_equal(load(tmp_path / "back.pt", expected), expected)
+
+
+def test_a_prefix_goes_from_tensors_in_chunks(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.arange(9 * MIB, dtype=torch.int32).reshape(9, -1)}}
+    with distckpt.Checkpointer(tmp_path / "source") as checkpointer:
+        path = checkpointer.save(0, state).result()
+    convert(path, tmp_path / "chunks", to="zarr")
+    for to in TARGETS:
+        convert(tmp_path / "chunks", tmp_path / to, to=to, strip_prefix="model.", workers=2)
+        assert_equal(load(tmp_path / to, state["model"]), state["model"])
+    assert len([*(tmp_path / "zarr" / "a").glob("c.*")]) > 1
+    assert json.loads((tmp_path / "zarr" / "a" / "zarr.json").read_text())["attributes"] == {"fqn": "a"}
+
+
+def test_a_prefix_that_cannot_go_is_refused_before_anything_is_written(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "w": torch.ones(1)}, tmp_path / "twice.pt")
+    for to in TARGETS:
+        target = tmp_path / to
+        with pytest.raises(ConfigError, match=r"begins with 'modle\.'"):
+            convert(sources["stock"], target, to=to, strip_prefix="modle.")
+        # Of those that are taken.
+        with pytest.raises(ConfigError, match=r"begins with 'optimizer\.'"):
+            convert(sources["stock"], target, to=to, strip_prefix="optimizer.", include=["model.*"])
+        with pytest.raises(ConfigError, match=r"'model\.w' and 'w' would both be named 'w'"):
+            convert(tmp_path / "twice.pt", target, to=to, strip_prefix="model.")
+        assert not target.exists()
+        convert(tmp_path / "twice.pt", target, to=to, strip_prefix="model.", exclude=["w"])
+    with pytest.raises(StagingError, match=r"'optimizer\.step' is a Python object"):
+        convert(sources["stock"], tmp_path / "named", to="safetensors", strip_prefix="optimizer.")
+
+
+def test_a_module_loads_its_weights_by_the_names_without_the_prefix(tmp_path: Path) -> None:
+    from safetensors.torch import load_model
+
+    def make_model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+    model = make_model()
+    with distckpt.Checkpointer(tmp_path / "run") as checkpointer:
+        path = checkpointer.save(0, {"model": model, "epoch": 3}).result()
+    convert(path, tmp_path / "served", to="safetensors", include=["model.*"], strip_prefix="model.")
+    loaded = make_model()
+    load_model(loaded, tmp_path / "served" / "model-00001-of-00001.safetensors")
+    assert_equal(loaded.state_dict(), model.state_dict())
+    convert(path, tmp_path / "model.pt", to="torch", include=["model.*"], strip_prefix="model.")
+    loaded = make_model()
+    loaded.load_state_dict(torch.load(tmp_path / "model.pt"))
+    assert_equal(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_transformers_loads_what_the_readme_says(
+    num_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="`make setup` installs it")
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    [line] = re.findall(r"^    distckpt (convert .*)$", readme.replace("\\\n", ""), re.MULTILINE)
+    config = transformers.BertConfig(
+        vocab_size=16_000,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    model = transformers.BertModel(config)
+    monkeypatch.chdir(tmp_path)
+    with distckpt.Checkpointer("checkpoints/run-1") as checkpointer:
+        checkpointer.save(3, {"model": model, "epoch": 3}).result()
+    monkeypatch.setattr("distckpt.convert._FILE_BYTES", -(-12_000_000 // num_files))
+    assert main(shlex.split(line)) == 0
+    assert len([*Path("served").glob("model-*.safetensors")]) == num_files
+    config.save_pretrained("served")
+    found, told = transformers.AutoModel.from_pretrained("served", dtype="auto", output_loading_info=True)
+    assert not any(told.values()), told
+    assert_equal(found.state_dict(), model.bfloat16().state_dict())
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_written(

@@ -33,7 +33,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from distckpt import sources
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError, WriteError
-from distckpt.sources import ObjectSource, TensorSource, cast, open_source, select, write_torch_file
+from distckpt.sources import ObjectSource, TensorSource, cast, open_source, select, strip, write_torch_file
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -454,13 +454,73 @@ def test_names_that_two_entries_bear() -> None:
     assert select(entries, [], ["a.b"]) == entries[1:2]
 
 
-def converted(state: object, folder: Path, **chosen: list[str]) -> Any:
+def at(path: tuple[str | int, ...]) -> Plain:
+    entry = Plain(".".join(map(str, path)), torch.ones(1))
+    entry.path = path
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix", "expected"),
+    [
+        (("model", "a.w"), "model.", ("a.w",)),
+        (("model", "model.w"), "model.", ("model.w",)),
+        (("model", "module.a.w"), "model.module.", ("a.w",)),
+        (("model.a.w",), "model.", ("a.w",)),
+        (("model", "a", 0), "model.", ("a", 0)),
+        # The state is a dict, whatever begins it.
+        (("model", 1, 0), "model.", ("1", 0)),
+        (("model", 10), "model.1", ("0",)),
+        (("model_1", "w"), "model_", ("1", "w")),
+        (("model", "w"), "model", ("", "w")),
+        (("remodel", "model.w"), "model.", ("remodel", "model.w")),
+    ],
+)
+def test_keys_without_a_prefix(
+    path: tuple[str | int, ...], prefix: str, expected: tuple[str | int, ...]
+) -> None:
+    entry = at(path)
+    [stripped, _], _ = strip([entry, at((f"{prefix}other",))], prefix)
+    assert (stripped.fqn, stripped.path) == (".".join(map(str, expected)), expected)
+    assert (stripped.origin, entry.path) == (entry.fqn, path)
+    assert read(cast_to_tensor(stripped)) == raw(torch.ones(1))
+
+
+def cast_to_tensor(entry: TensorSource | ObjectSource) -> TensorSource:
+    assert isinstance(entry, TensorSource)
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([("model", "a.w"), ("a", "w")], r"'model\.a\.w' and 'a\.w' would both be named 'a\.w'"),
+        ([("a", "w"), ("model", "a.w")], r"'a\.w' and 'model\.a\.w' would both be named 'a\.w'"),
+        ([("model", "w"), ("w", "x")], r"'model\.w' and 'w\.x'"),
+        ([("w", "x"), ("model", "w")], r"'w\.x' and 'model\.w'"),
+        ([("model", "w", 0), ("w", "x")], r"'model\.w\.0' and 'w\.x'"),
+        ([("model", "w"), ("model.",)], r"nothing would be left of the name 'model\.'"),
+        (
+            [("modle", "w"), ("remodel.w",)],
+            r"no entry .* begins with 'model\.'; there are modle\.w, remodel\.w",
+        ),
+    ],
+)
+def test_a_prefix_that_cannot_go(paths: list[tuple[str | int, ...]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        strip([at(path) for path in paths], "model.")
+
+
+def converted(state: object, folder: Path, *, without: str = "", **chosen: list[str]) -> Any:
     """Return what a file of torch.save holds after it was made from one of `state`."""
     torch.save(state, folder / "in.pt")
     source = open_source(folder / "in.pt")
     entries = select(source.entries, chosen.get("include", []), chosen.get("exclude", []))
+    tree = source.tree
+    if without:
+        entries, tree = strip(entries, without, tree)
     (folder / "out.pt").unlink(missing_ok=True)
-    write_torch_file(folder / "out.pt", entries, tree=source.tree)
+    write_torch_file(folder / "out.pt", entries, tree=tree)
     return torch.load(folder / "out.pt")
 
 
@@ -482,6 +542,33 @@ def test_containers_and_keys_of_a_file_of_torch_save(tmp_path: Path) -> None:
         "none": {},
     }
     assert converted(state, tmp_path, include=["optimizer.state.0*"])["optimizer"].keys() == {"state"}
+
+
+def test_containers_and_keys_without_a_prefix(tmp_path: Path) -> None:
+    model = torch.nn.BatchNorm1d(2).state_dict()
+    state = {
+        "model": model,
+        "more": {"lists": [torch.ones(1), {7: 1}], 3: OrderedDict(a=2), "none": {}},
+        "lists": [0, {"b": 5}],
+    }
+    found = converted(state, tmp_path, without="model.", include=["model.*"])
+    assert type(found) is OrderedDict
+    assert str(found) == str(model)
+    assert found._metadata == model._metadata  # type: ignore[attr-defined]
+    assert str(converted(state, tmp_path, without="more.", exclude=["model.*", "lists.0"])) == str(
+        {
+            "lists": [torch.ones(1), {7: 1, "b": 5}],
+            3: OrderedDict(a=2),
+            "none": {},
+        }
+    )
+    assert converted(state, tmp_path, without="lists.", include=["lists.*"]) == {"0": 0, "1": {"b": 5}}
+    assert converted(state, tmp_path, without="lists.1.", include=["lists.*"]) == {"lists": [0], "b": 5}
+    with pytest.raises(ConfigError, match="'1' and 'True' would have one key"):
+        converted({"model": {1: 2}, True: 3}, tmp_path, without="model.")
+    # What is left out has no say in what others are named.
+    state = {"model": {"w": 1, "x": 2}, "w": 3, "x": {"y": 4}}
+    assert converted(state, tmp_path, without="model.", exclude=["w", "x.y"]) == {"w": 1, "x": 2}
 
 
 def test_what_a_module_notes_beside_its_state(tmp_path: Path) -> None:
@@ -577,6 +664,12 @@ def test_a_wrapping_tensor_in_a_checkpoint(tmp_path: Path) -> None:
 def test_objects_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'o' cannot be loaded .* \(--exclude o\)"):
         write_torch_file(tmp_path / "x.pt", [ObjectSource("o", ("o",), lambda: b"")])
+
+
+def test_what_cannot_be_loaded_is_left_out_by_its_name_in_the_source(tmp_path: Path) -> None:
+    [entry], _ = strip([ObjectSource("model.x", ("model", "x"), lambda: b"")], "model.")
+    with pytest.raises(CheckpointError, match=r"'model\.x' cannot be loaded .*--exclude model\.x"):
+        write_torch_file(tmp_path / "out.pt", [entry])
 
 
 def test_where_a_file_of_torch_save_may_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
