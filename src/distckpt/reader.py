@@ -242,6 +242,14 @@ class StorageReader(TorchStorageReader):
             for fqn, entry in metadata.state_dict_metadata.items()
         }
 
+    @property
+    def save_id(self) -> str | None:
+        """Of the save whose metadata was read last; None if that is of another tool, or damaged."""
+        try:
+            return None if self._metadata is None else getattr(self._metadata.storage_meta, "save_id", None)
+        except CheckpointError:
+            return None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata.
 

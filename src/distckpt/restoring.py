@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt.archive import Copy
+from distckpt.commit import committed_by
 from distckpt.errors import CheckpointError, ConfigError, IntegrityError
 from distckpt.meeting import exchange, hear, tell
 from distckpt.parallel_load import load
@@ -66,6 +67,8 @@ class Restorer:
         self._timeout_s = config.distributed_timeout_minutes * 60
         self._num_restores = 0
         """That have begun."""
+        self._save_id: str | None = None
+        """Of what was loaded last, if it was a save of ours."""
         self._left_out: dict[str, list[str]] = {}
         """Of each object, what the last load had no place for."""
 
@@ -74,10 +77,9 @@ class Restorer:
         with contextlib.suppress(TypeError):
             # As `save` takes it.
             step = step if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
-        damaged: list[Copy] = []
+        damaged: dict[Copy, str | None] = {}
         first_error: CheckpointError | None = None
         is_latest = step in (None, "latest")
-        may_go_on = is_latest or self._archive.has_tiers
         while True:
             found = self._find_for_all(step, damaged)
             if found is None:
@@ -88,7 +90,7 @@ class Restorer:
                 error = self._load(state, found)
             except Exception as foreign:
                 # Of an object of the state: the others need not wait for this rank.
-                if may_go_on and not self._is_alone:
+                if not self._is_alone:
                     with contextlib.suppress(CheckpointError):
                         tell(
                             self._coordinator,
@@ -96,21 +98,33 @@ class Restorer:
                             f"failed: {type(foreign).__name__}: {foreign}",
                         )
                 raise
-            outcome = self._outcome_for_all(error) if may_go_on else error
+            outcome = self._outcome_for_all(error)
             if outcome is None:
                 self._warn_of_left_out(found)
                 if not is_latest:
                     self._warn_of_later(found.step)
+                _LOG.info("restored step %d from %s", found.step, self._where(found))
                 return found.step
-            if not may_go_on:
-                raise outcome
             if not isinstance(outcome, IntegrityError):
                 raise outcome
             first_error = first_error or outcome
-            damaged.append(found)
-            _LOG.warning(
-                "%s is damaged, and the next older checkpoint is tried: %s", self._where(found), outcome
-            )
+            damaged[found] = self._save_id
+            if is_latest or self._archive.has_tiers:
+                _LOG.warning(
+                    "%s is damaged, and the next older checkpoint is tried: %s", self._where(found), outcome
+                )
+
+    def _say_why_nothing(self) -> None:
+        """Say that the caller starts anew, and what may be the matter.
+
+        Raises:
+            ConfigError: The root is a checkpoint itself.
+        """
+        root = self._archive.url
+        if why := self._archive.why_nothing():
+            _LOG.warning("%s has no checkpoint: %s", root, why)
+        else:
+            _LOG.info("nothing is restored: %s has no checkpoint", root)
 
     def _warn_of_later(self, step: int) -> None:
         """Say that there are later checkpoints, which the next restore of the latest finds."""
@@ -127,10 +141,11 @@ class Restorer:
                 )
 
     def _warn_of_left_out(self, copy: Copy) -> None:
-        """Say what an object was not given, for its state has no place for it now."""
+        """Say what was not restored, for the state has no place for it."""
         for fqn, names in self._left_out.items() if self._is_first else ():
             _LOG.warning(
-                "%s has %d entries of %r that its state has not, and that are not restored: %s%s",
+                "%s has %d entries of %r for which the state has no place, and that are not restored: %s%s "
+                "(objects are given theirs: pass modules and optimizers, not their state_dict())",
                 self._where(copy),
                 len(names),
                 fqn,
@@ -176,6 +191,8 @@ class Restorer:
             return cause
         except CheckpointError as error:
             return error
+        finally:
+            self._save_id = reader.save_id
         return None
 
     @property
@@ -214,8 +231,12 @@ class Restorer:
         }
         return None
 
-    def _find_for_all(self, step: int | str | None, leave_out: Collection[Copy]) -> Copy | None:
+    def _find_for_all(self, step: int | str | None, damaged: Mapping[Copy, str | None]) -> Copy | None:
         """Return what the first rank finds: one rank may see a checkpoint that another does not see yet.
+
+        Args:
+            step: What is asked for.
+            damaged: What has been tried, and the save of which it was: not what was saved there since.
 
         Raises:
             CheckpointError: There is no such step, or the ranks ask for different ones.
@@ -225,7 +246,7 @@ class Restorer:
         found, failure = None, None
         if self._is_first:
             try:
-                found = self._find(step, leave_out)
+                found = self._find(step, [copy for copy in damaged if self._is_still(copy, damaged[copy])])
             except CheckpointError as error:
                 failure = error
             told = [str(step), found, failure and f"{type(failure).__name__}: {failure}"]
@@ -234,17 +255,27 @@ class Restorer:
         else:
             [word] = hear(self._coordinator, name, [0], timeout_s=self._timeout_s).values()
             asked, place, text = json.loads(word)
+            first = self._coordinator.ranks[0]
             if asked != str(step):
-                text = f"restores step {asked}, and this one {step}"
-            failure = CheckpointError(f"{text} (rank {self._coordinator.ranks[0]})") if text else None
+                text = f"all ranks restore the same: rank {first} restores step {asked}, and this one {step}"
+            failure = CheckpointError(f"{text} (rank {first})") if text else None
             found = None if place is None else Copy(*place)
         if failure is not None:
             raise failure
         return found
 
+    def _is_still(self, copy: Copy, save_id: str | None) -> bool:
+        """Say whether a checkpoint that was found damaged is the same: a save may have replaced it."""
+        with contextlib.suppress(CheckpointError):
+            return save_id is None or committed_by(self._archive.open(*copy)) in (save_id, None)
+        return True
+
     def _find(self, step: int | str | None, leave_out: Collection[Copy]) -> Copy | None:
         if step is None or step == "latest":
-            return next((copy for copy in self._archive.copies() if copy not in leave_out), None)
+            found = next((copy for copy in self._archive.copies() if copy not in leave_out), None)
+            if found is None and not leave_out:
+                self._say_why_nothing()
+            return found
         text = str(step)
         if isinstance(step, bool) or not (text.isascii() and text.isdecimal()):
             raise ConfigError(f"step: expected a number from 0, or 'latest', got {step!r}")
@@ -253,7 +284,11 @@ class Restorer:
         if found is None and leave_out:
             return None
         if found is None:
-            raise CheckpointError(f"{self._archive.path(number)} holds no complete checkpoint")
+            steps = self._archive.steps()
+            others = (
+                f"there are {', '.join(map(str, steps[-_MOST_NAMES:]))}" if steps else "nor does another step"
+            )
+            raise CheckpointError(f"{self._archive.path(number)} holds no complete checkpoint; {others}")
         return found
 
 
@@ -262,4 +297,7 @@ def _cause_of(error: CheckpointException, path: str, rank: int) -> CheckpointErr
     [failure, *_] = (failure for failure, _ in error.failures.values())
     if isinstance(failure, CheckpointError):
         return failure
+    if not isinstance(failure, Exception):
+        # torch gathers what ends a program, too.
+        raise failure from error
     return CheckpointError(f"{path} cannot be loaded into the state: {failure} (rank {rank})", rank=rank)

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from distckpt.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -172,8 +172,8 @@ class Gathered:
 
     Attributes:
         values: The containers; `state` itself where there is nothing to replace.
-        left_out: To load: of each object that has a state of its own, the names of what the checkpoint has of
-            it and its state has not, if there are any.
+        left_out: To load: of each object that has a state of its own, and of each other entry, the names of
+            what the checkpoint has of it and the state has no place for, if there are any.
 
     Raises:
         ConfigError: Of an entry, which it names, nothing could be restored.
@@ -296,15 +296,18 @@ class Gathered:
         # What each rank has for itself is of no use to another.
         of_ranks = tuple(f"{fqn}." for fqn, entry in owners.items() if isinstance(entry, PerRank))
         for fqn, entry in owners.items():
-            if isinstance(entry, PerRank):
-                continue
-            names = [
-                name
-                for name in self._saved.below(fqn)
-                if name not in leaves and not name.startswith(of_ranks)
-            ]
-            if names:
-                self.left_out[fqn] = names
+            if not isinstance(entry, PerRank):
+                self._note_left_out(fqn, leaves, of_ranks)
+        # Who leaves out a whole entry of the state does not want it; within one, nobody chooses.
+        for key in self.values:
+            if key not in owners:
+                self._note_left_out(key, leaves, tuple(f"{fqn}." for fqn in owners))
+
+    def _note_left_out(self, fqn: str, leaves: Collection[str], but: tuple[str, ...]) -> None:
+        """Note what the checkpoint has below `fqn` that is none of `leaves`, nor begins with one of `but`."""
+        names = [name for name in self._saved.below(fqn) if name not in leaves and not name.startswith(but)]
+        if names:
+            self.left_out[fqn] = names
 
     def hand_back(self, *, weights_only: bool) -> None:
         """Hand what was loaded into `values` to the containers and objects of the state.

@@ -34,6 +34,7 @@ from distckpt import (
     IntegrityError,
     PerRank,
     StagingError,
+    StorageReader,
     WriteError,
     observe,
 )
@@ -590,11 +591,11 @@ def test_what_an_object_has_no_place_for_is_said(
     cursor = PerRank(Cursor())
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, {"o": Holder(saved), "m": model, "p": cursor, "not": {"asked": {"for": 1}}})
-        target = {"o": Holder(other), "m": model, "p": cursor, "not": {"asked": {}}}
+        target = {"o": Holder(other), "m": model, "p": cursor}
         checkpointer.restore(target, step)
     found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(found) == bool(names)
-    assert all(name in found[0] for name in [*names, "of 'o' that its state has not"] if names)
+    assert all(name in found[0] for name in [*names, "of 'o' for which the state has no place"] if names)
 
 
 def test_an_optimizer_that_is_made_room_for_leaves_nothing_out(
@@ -1221,3 +1222,77 @@ def test_what_was_committed_last_stays_though_the_clock_is_behind(
         with Checkpointer(tmp_path, keep_last=2) as checkpointer:
             checkpointer.save(step, {"x": torch.ones(2)})
         assert checkpointer.steps() == [step, 9, 10]
+
+
+def test_what_the_state_has_no_place_for_is_named_unless_the_whole_entry_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with Checkpointer(tmp_path) as checkpointer:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "metrics": {"loss": 1.0}}
+        checkpointer.save(1, state)
+        fresh = torch.optim.Adam(nn.Linear(2, 2).parameters())
+        checkpointer.restore({"model": model.state_dict(), "optimizer": fresh.state_dict()})
+    [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
+    text = record.getMessage()
+    assert "6 entries of 'optimizer'" in text
+    assert "optimizer.state.0.exp_avg" in text
+    assert "not their state_dict()" in text
+    assert "metrics" not in text
+
+
+def test_a_root_that_is_a_checkpoint_or_has_steps_of_other_names_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"x": torch.ones(2)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state)
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint; there are 3$"):
+            checkpointer.restore(state, 4)
+    with (
+        Checkpointer(tmp_path / "step-00000003") as checkpointer,
+        pytest.raises(ConfigError, match="itself a checkpoint"),
+    ):
+        checkpointer.restore(state)
+    (tmp_path / "step-00000003").rename(tmp_path / "step-3")
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(state) is None
+    assert "it has step-3, and only step-NNNNNNNN is looked at" in caplog.text
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_data = StorageReader.read_data
+
+    def replace_and_read(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        trainer.save(1, {"x": torch.full((2,), 2.0)})
+        return read_data(*arguments)
+
+    with Checkpointer(tmp_path) as trainer, Checkpointer(tmp_path) as other:
+        for step in range(2):
+            trainer.save(step, {"x": torch.full((2,), float(step))})
+        for asked in ("latest", 1):
+            trainer.save(1, {"x": torch.ones(2)})
+            monkeypatch.setattr(StorageReader, "read_data", replace_and_read)
+            loaded = {"x": torch.zeros(2)}
+            assert other.restore(loaded, asked) == 1
+            assert loaded["x"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit("told to end")])
+def test_what_ends_the_program_ends_a_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def end(*_: object) -> None:
+        raise error
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(2)})
+        monkeypatch.setattr(StorageReader, "read_data", end)
+        with pytest.raises(type(error)):
+            checkpointer.restore({"x": torch.ones(2)})
