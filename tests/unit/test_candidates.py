@@ -143,7 +143,6 @@ def _try(name: str, folder: Path, world: int, rank: int) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     state, loaded = _make(world, rank, fill=True), _make(world, rank, fill=False)
     candidate = module.CANDIDATES[name](context)
-    assert isinstance(candidate.prewarm(state, folder), bool)
     figures, kept = [], []
     paths = [folder / "step-0", folder / "step-1"]
     for path in paths:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
@@ -188,6 +189,8 @@ def test_a_store_that_stops_answering_is_given_up(monkeypatch: pytest.MonkeyPatc
         one = StoreCoordinator(client, 0, [0, 1])
         one.tell("a.0", b"word")
         server.send_signal(signal.SIGSTOP)
+        while psutil.Process(server.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
         started = time.monotonic()
         with pytest.raises(CommitError, match="has not answered for"):
             one.hear(["a.0", "a.1"])

@@ -171,7 +171,7 @@ def test_what_was_said_can_be_forgotten(
 ) -> None:
     for meeting in meetings:
         meeting.say("written")
-    keys = [f"5.1.{place}" for place in range(4)]
+    keys = [f"5.1.1.{place}" for place in range(4)]
     assert len(coordinators[0].hear(keys)) == 4
     meetings[0].forget()
     assert coordinators[0].hear(keys) == {}

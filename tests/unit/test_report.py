@@ -66,12 +66,14 @@ def sample_records() -> list[Record]:
                 "stall_s": near(scale * copy_s / (0.99 - loss)),
                 "durable_s": near(scale * write_s / (0.97 - loss)),
                 "load_s": near(scale * read_s / (0.9 - loss), 3),
+                "first_load_s": [scale * read_s / (0.8 - loss)],
                 "host_bytes": [18.2 * GIB * scale], "cpu_s": near(0.42), "bytes_ratio": [1.001],
                 "files": [32],
             },
             "of_ceiling": {
                 "first_stall_s": [0.96], "stall_s": near(0.985 - loss, spread=0.01),
                 "durable_s": near(0.97 - loss, spread=0.01), "load_s": near(0.9 - loss, 3),
+                "first_load_s": [0.8 - loss],
             },
         }  # fmt: skip
 
@@ -80,12 +82,13 @@ def sample_records() -> list[Record]:
         figures = {
             "returned_s": near(copy_s * slower), "first_stall_s": near(1.4 * slower, 1),
             "stall_s": near(copy_s * slower), "durable_s": near(write_s * rng.uniform(1.01, 3)),
-            "load_s": near(read_s * rng.uniform(0.95, 4), 1), "host_bytes": [rng.uniform(8, 40) * GIB],
+            "load_s": near(read_s * rng.uniform(0.95, 4), 1),
+            "first_load_s": [4 * read_s], "host_bytes": [rng.uniform(8, 40) * GIB],
             "cpu_s": near(rng.uniform(0.3, 3)), "bytes_ratio": [1.0],
             "files": [rng.choice([4, 16, 33, 1201])],
         }  # fmt: skip
         if candidate == "safetensors":
-            del figures["load_s"]
+            del figures["load_s"], figures["first_load_s"]
         return {
             **ours("llama-8b"), "candidate": candidate, "figures": figures, "of_ceiling": {},
             "note": f"{candidate}, a thread for each worker, cached plans",
