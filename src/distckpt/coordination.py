@@ -148,7 +148,8 @@ class StoreCoordinator:
         rank: Rank of this process in the job.
         ranks: All participants, as ranks of the job, in the same order on each of them.
         name: What the participants have in common, and nobody else who uses the store. They make their
-            coordinators of one name in the same order.
+            coordinators of one name in the same order. In a store that outlives the run, each run has another
+            name: what the one before has said is still there.
 
     Raises:
         ConfigError: `rank` is not among `ranks`, or one is named twice.
