@@ -235,6 +235,11 @@ class Gathered:
     def _value(self, entry: Any, path: Path) -> Any:
         if type(entry) in _PLAIN or isinstance(entry, torch.Tensor):
             return entry
+        # Whether something has a state of its own takes long to ask, and there may be thousands of these.
+        if type(entry) in (dict, list):
+            return self._gather(entry, path)
+        if type(entry) is tuple and set(map(type, entry)) <= _PLAIN:
+            return entry
         if isinstance(entry, PerRank):
             return self._of_rank(entry, path)
         if isinstance(entry, Stateful):
