@@ -228,20 +228,6 @@ class StorageReader(TorchStorageReader):
             self._path = checkpoint_id
         self._forget()
 
-    def tensor_bytes(self) -> dict[str, int]:
-        """Return the names of all that the checkpoint holds, with the bytes of tensors, and 0 of objects.
-
-        Raises:
-            CheckpointError: There is no complete checkpoint, or its metadata is damaged.
-        """
-        metadata = self._metadata or self.read_metadata()
-        return {
-            fqn: entry.size.numel() * entry.properties.dtype.itemsize
-            if isinstance(entry, TensorStorageMetadata)
-            else 0
-            for fqn, entry in metadata.state_dict_metadata.items()
-        }
-
     @property
     def save_id(self) -> str | None:
         """Of the save whose metadata was read last; None if that is of another tool, or damaged."""
