@@ -450,7 +450,7 @@ class Engine:
         residence.release()
 
     def close(self) -> None:
-        """End the lanes and give the memory back, once no save holds them; idempotent."""
+        """End the lanes and give the memory back, once no save holds them; idempotent, interrupted or not."""
         held = self._lock.acquire(timeout=_WAIT_FOR_LANE_S)
         while not held and not self.deadline.passed:
             held = self._lock.acquire(timeout=_WAIT_FOR_LANE_S)

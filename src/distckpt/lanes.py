@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import select
@@ -29,6 +30,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distckpt.errors import WorkerDied, WriteError
@@ -123,7 +125,7 @@ class Lanes(Protocol):
         """Give `save_id` up on all lanes; returns the lanes that may still touch its memory and files."""
 
     def close(self) -> None:
-        """End every lane; idempotent, and needs no process group."""
+        """End every lane; idempotent, also after an interrupt, and needs no process group."""
 
 
 class InlineLane:
@@ -263,7 +265,7 @@ class _Worker:
                 undo.callback(self.process.wait, _REAP_S)
                 undo.callback(self.process.kill)
                 self.pid = self.process.pid
-                self.pidfd = os.pidfd_open(self.pid)
+                self._pidfile = io.FileIO(os.pidfd_open(self.pid))
             except OSError as error:
                 code = errno.errorcode.get(error.errno or 0, "?")
                 raise WriteError(
@@ -273,6 +275,7 @@ class _Worker:
                     lane=lane,
                 ) from error
             undo.pop_all()
+        self.pidfd = self._pidfile.fileno()
         self.channel = Channel(ours, self.pidfd)
 
     def send(self, message: bytes, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
@@ -330,7 +333,7 @@ class _Worker:
         return WriteError(message, errno=body["errno"], lane=self.lane)
 
     def stop(self, *, kill: bool) -> bool:
-        """End the process; returns whether it was reaped."""
+        """End the process; returns whether it was reaped. May be called again after an interrupt."""
         if kill:
             self.process.kill()
         # Not close alone: a forked data loader may hold a copy of the descriptor.
@@ -347,9 +350,7 @@ class _Worker:
                 _LOG.error("worker process %d of lane %d cannot be killed", self.pid, self.lane)
                 return False
         finally:
-            if self.pidfd >= 0:
-                os.close(self.pidfd)
-                self.pidfd = -1
+            self._pidfile.close()
         return True
 
 
@@ -377,11 +378,14 @@ class _Queues:
     def __init__(self, count: int) -> None:
         self.readers: list[int] = []
         self.writers: list[int] = []
+        # As files, which may be closed again after an interrupt: a number may be another's by then.
+        self._files: list[io.FileIO] = []
         # What a full pipe has refused, by lane.
         self._backlog = [bytearray() for _ in range(count)]
         try:
             for _ in range(count):
                 reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                self._files += [io.FileIO(reader, "r"), io.FileIO(writer, "w")]
                 self.readers.append(reader)
                 self.writers.append(writer)
         except OSError as error:
@@ -417,8 +421,8 @@ class _Queues:
                     pass
 
     def close(self) -> None:
-        for fd in [*self.readers, *self.writers]:
-            os.close(fd)
+        for file in self._files:
+            file.close()
         self.readers.clear()
         self.writers.clear()
 
@@ -435,8 +439,11 @@ class _Known:
 def _stop_all(owner_pid: int, workers: list[_Worker], queues: list[_Queues]) -> None:
     # A forked child inherits this object; the workers are its parent's.
     if os.getpid() == owner_pid:
-        for worker in workers:
+        for worker in workers.copy():
             worker.stop(kill=False)
+            # Not before: one that is being stopped when an interrupt comes is left to the next call.
+            with contextlib.suppress(ValueError):
+                workers.remove(worker)
         for one in queues:
             one.close()
     workers.clear()
@@ -472,7 +479,9 @@ class WorkerLanes:
         self._last_is_sent = False
         # None before the first start, one after.
         self._queues: list[_Queues] = []
-        self._finalizer = weakref.finalize(self, _stop_all, os.getpid(), self._workers, self._queues)
+        self._is_closed = False
+        self._stop_all = partial(_stop_all, os.getpid(), self._workers, self._queues)
+        weakref.finalize(self, self._stop_all)
 
     @property
     def pids(self) -> list[int]:
@@ -490,7 +499,7 @@ class WorkerLanes:
         Raises:
             WriteError: A worker cannot start, or the lanes are closed.
         """
-        if not self._finalizer.alive:
+        if self._is_closed:
             raise WriteError(_CLOSED)
         self._lost = [worker for worker in self._lost if worker.process.poll() is None]
         for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
@@ -674,7 +683,9 @@ class WorkerLanes:
 
     def close(self) -> None:
         """See `Lanes.close`."""
-        self._finalizer()
+        self._is_closed = True
+        # Not by the finalizer, which runs once: an interrupt would leave the rest to nobody.
+        self._stop_all()
         for worker in self._lost:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(timeout=_LAST_LOOK_S)

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import struct
+import subprocess
 import threading
 import time
 import weakref
@@ -758,3 +759,23 @@ def test_files_whose_creation_is_interrupted_are_given_up(
     assert len(created) == 4
     assert storage.list() == {}
     engine.close()
+
+
+@pytest.mark.slow
+def test_an_interrupted_close_is_ended_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened(workers=2)
+    engine.lanes.start()
+    assert engine.arena.try_reserve(KIB) is not None
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for owner, method in ((subprocess.Popen, "wait"), (engine.stager, "collect"), (engine.arena, "_drop")):
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(owner, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.close()
+    engine.close()
+    assert engine.lanes.pids == []
+    assert engine.arena.slabs == {}
+    assert engine._lock.acquire(blocking=False)

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 
 from distckpt.arena import Arena, Range
 from distckpt.errors import WorkerDied, WriteError
-from distckpt.lanes import InlineLane, Lanes, WorkerLanes, _Queues, _start_code, open_lanes
+from distckpt.lanes import InlineLane, Lanes, WorkerLanes, _Queues, _start_code, _Worker, open_lanes
 from distckpt.storage import open_storage
 from distckpt.worker import (
     PART_NUMBER,
@@ -42,6 +43,7 @@ from distckpt.worker import (
     checksum,
     encode,
 )
+from unit.interrupts import is_interrupted
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -353,6 +355,81 @@ def test_lanes_do_not_start_again_after_close(bench: Bench) -> None:
         bench.lanes.start()
     if isinstance(bench.lanes, WorkerLanes):
         assert bench.pids == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "at"),
+    [
+        (_Worker, "stop", 0),
+        (_Worker, "stop", 1),
+        (subprocess.Popen, "wait", 0),
+        (subprocess.Popen, "wait", 1),
+        (_Queues, "close", 0),
+    ],
+)
+def test_an_interrupted_close_is_ended_by_the_next(
+    workers: Bench, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, at: int
+) -> None:
+    lanes, pids = workers.workers, workers.pids
+    queues = lanes._queues[0]
+    fds = [*queues.readers, *queues.writers, *(worker.pidfd for worker in lanes._workers)]
+    real, num_calls = getattr(owner, method), itertools.count()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(num_calls) == at:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.close()
+    with pytest.raises(WriteError, match="closed"):
+        lanes.start()
+    lanes.close()
+    assert lanes.pids == []
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds)
+    lanes.close()
+
+
+def test_a_close_that_is_interrupted_while_a_killed_worker_ends_looks_again(
+    workers: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = workers.workers
+    lost = lanes._workers.pop()
+    lost.stop(kill=True)
+    lanes._lost.append(lost)
+    waits: list[BaseException | None] = [KeyboardInterrupt(), None]
+
+    def wait(timeout: float) -> None:
+        error = waits.pop(0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(lost.process, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.close()
+    lanes.close()
+    assert waits == []
+    assert lanes._lost == []
+
+
+def test_queues_are_closed_once_each_wherever_an_interrupt_comes() -> None:
+    for at in itertools.count():
+        queues = _Queues(2)
+        fds = [*queues.readers, *queues.writers]
+        came = is_interrupted(queues.close, at, _Queues.close)
+        closed = [fd for fd in fds if not os.path.exists(f"/proc/self/fd/{fd}")]
+        # Somebody else has their numbers now.
+        others = [os.open(os.devnull, os.O_RDONLY) for _ in closed]
+        queues.close()
+        assert all(os.path.exists(f"/proc/self/fd/{fd}") for fd in others)
+        assert not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in set(fds) - set(others))
+        for fd in others:
+            os.close(fd)
+        if not came:
+            break
+    assert at > 3
 
 
 def test_polling_ends_in_time(bench: Bench) -> None:
