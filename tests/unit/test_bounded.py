@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,7 @@ from distckpt.errors import WriteError
 from distckpt.storage import Receipt, Storage, bounded, fill
 from distckpt.storage.bounded import Bounded
 from distckpt.storage.posix import PosixStorage
+from unit.interrupts import is_interrupted
 
 WAIT_S = 10.0
 SHORT_S = 0.1
@@ -277,6 +281,103 @@ def test_after_a_few_stuck_calls_the_next_fails_at_once(stuck: Stuck, tmp_path: 
     stuck.is_back.set()
     wait_until(lambda: not bounded._stuck)
     assert Bounded(beside, WAIT_S).read("old") is None
+
+
+def test_calls_that_were_interrupted_and_have_returned_are_not_stuck(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_run, run = threading.Event(), bounded._Call.run
+
+    def run_and_tell(call: Any) -> None:
+        run(call)
+        has_run.set()
+
+    class Interrupted(SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                # As late as can be: the thread has replied, and is through with the call.
+                assert has_run.wait(WAIT_S)
+                has_run.clear()
+                raise KeyboardInterrupt
+            return super().get(block, timeout)
+
+    storage = Bounded(stuck, WAIT_S)
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(bounded._Call, "run", run_and_tell)
+        interrupting.setattr(bounded, "SimpleQueue", Interrupted)
+        for _ in range(bounded._MOST_STUCK + 1):
+            with pytest.raises(KeyboardInterrupt):
+                storage.list()
+    assert not bounded._stuck
+    assert read(storage) == b"old"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_an_interrupt_anywhere_leaves_no_thread_and_no_stuck_call(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch, has_thread: bool
+) -> None:
+    monkeypatch.setattr(bounded, "_IDLE_S", 0.05)
+    storage = Bounded(stuck, WAIT_S)
+    for at in itertools.count():
+        wait_until(lambda: not threads_of_storage())
+        if has_thread:
+            storage.list()
+        if not is_interrupted(storage.list, at, Bounded._call, bounded._hand_over):
+            break
+        assert read(storage) == b"old"
+        wait_until(lambda: not bounded._stuck)
+    assert at > 10
+    wait_until(lambda: not threads_of_storage())
+    assert not any(runner.pid == os.getpid() for runner in bounded._idle)
+
+
+def threads_of_storage() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "distckpt-storage"]
+
+
+def test_a_call_that_was_interrupted_and_does_not_return_is_stuck(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                wait_until(lambda: len(stuck.threads) > len(bounded._stuck))
+                raise KeyboardInterrupt
+            return super().get(block, timeout)
+
+    storage = Bounded(stuck, WAIT_S)
+    stuck.is_back.clear()
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(bounded, "SimpleQueue", Interrupted)
+        for _ in range(bounded._MOST_STUCK):
+            with pytest.raises(KeyboardInterrupt):
+                storage.list()
+    assert "not tried" in str(error_of(storage.list))
+    stuck.is_back.set()
+    wait_until(lambda: not bounded._stuck)
+
+
+def test_a_call_that_was_given_up_before_it_began_is_not_made() -> None:
+    made: list[int] = []
+    call = bounded._Call(made.append, (1,))
+    call.is_given_up = True
+    call.run()
+    assert not made
+    assert not call.is_running
+
+
+def test_a_thread_that_ended_when_it_was_taken_is_given_nothing(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "_IDLE_S", 0.001)
+    ended = bounded._Runner(bounded._Call(int, ()))
+    thread = threading.Thread(target=ended.run)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not ended.accept(bounded._Call(int, ()))
+    bounded._idle.append(ended)
+    assert read(Bounded(stuck, WAIT_S)) == b"old"
 
 
 def test_a_last_check_decides_within_its_time(stuck: Stuck) -> None:

@@ -14,6 +14,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -174,24 +175,22 @@ class Bounded:
         if getattr(_here, "is_runner", False):
             # A last check asks its own storage: that call is part of one that has a deadline.
             return call.run_here()  # type: ignore[no-any-return]
-        if self._may_stick and list(_stuck.values()).count((os.getpid(), self._above)) >= _MOST_STUCK:
+        if self._may_stick and _num_stuck((os.getpid(), self._above)) >= _MOST_STUCK:
             raise WriteError(
                 f"cannot {doing} {where}: not tried, {_MOST_STUCK} calls before it have not "
                 f"returned: the storage does not answer [ETIMEDOUT]",
                 errno=errno.ETIMEDOUT,
                 path=where,
             )
-        runner = self._take_runner()
-        if runner is None:
-            return call.run_here()  # type: ignore[no-any-return]
-        runner.calls.put(call)
         try:
+            runner = _hand_over(call)
             succeeded, result = call.reply.get(timeout=self._timeout_s)
         except BaseException as error:
-            # The order matters, for the runner replies first and takes the call out afterwards.
-            _stuck[call] = (os.getpid(), self._above)
+            # Also an interrupt, wherever it comes. The order matters: see `_Call.run`.
             call.is_given_up = True
-            runner.calls.put(None)
+            _stuck[call] = (os.getpid(), self._above)
+            if not call.is_running:
+                _stuck.pop(call, None)
             if not isinstance(error, Empty):
                 raise
             try:
@@ -202,9 +201,9 @@ class Bounded:
                     errno=errno.ETIMEDOUT,
                     path=where,
                 ) from None
-            _stuck.pop(call, None)
         else:
-            _idle.append(runner)
+            if runner is not None:
+                _idle.append(runner)
         if succeeded:
             return result  # type: ignore[no-any-return]
         try:
@@ -213,42 +212,60 @@ class Bounded:
             # The traceback holds this frame.
             del result
 
-    def _take_runner(self) -> _Runner | None:
-        """Return a thread without work; None where none can be had, as when the interpreter ends."""
-        while _idle:
-            try:
-                runner = _idle.pop()
-            except IndexError:
-                break
-            # Threads are not there any more in a process that was forked.
-            if runner.pid == os.getpid():
-                return runner
-        runner = _Runner()
+
+def _num_stuck(where: tuple[int, str]) -> int:
+    """Return how many calls at `where` were given up and have not returned."""
+    return sum(call.is_running for call, place in list(_stuck.items()) if place == where)
+
+
+def _hand_over(call: _Call) -> _Runner | None:
+    """Have a thread run `call`, and return it; where none can be had, as when the interpreter ends, this one.
+
+    An interrupt loses no thread: one that was taken and given nothing to do ends.
+    """
+    while _idle:
         try:
-            threading.Thread(target=runner.run, name="distckpt-storage", daemon=True).start()
-        except RuntimeError:
-            return None
-        return runner
+            runner = _idle.pop()
+        except IndexError:
+            break
+        # Threads are not there any more in a process that was forked.
+        if runner.pid == os.getpid() and runner.accept(call):
+            return runner
+    runner = _Runner(call)
+    try:
+        threading.Thread(target=runner.run, name="distckpt-storage", daemon=True).start()
+    except RuntimeError:
+        call.run()
+        return None
+    return runner
 
 
 class _Call:
     """One call, and what becomes of it."""
 
-    __slots__ = ("args", "function", "is_given_up", "reply")
+    __slots__ = ("args", "function", "is_given_up", "is_running", "reply")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.args = args
         self.is_given_up = False
+        self.is_running = False
         self.reply: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
 
     def run(self) -> None:
-        reply: tuple[bool, Any]
+        """Make the call and reply, unless it was given up before."""
+        reply: tuple[bool, Any] | None = None
         try:
-            reply = True, self.run_here()
+            # Who gives it up says so, puts it among the stuck ones, and then looks whether it is running:
+            # either that is seen here, or this there.
+            self.is_running = True
+            if not self.is_given_up:
+                reply = True, self.run_here()
         except BaseException as error:  # noqa: BLE001 - it is raised where the call was made
             reply = False, error
-        self.reply.put(reply)
+        self.is_running = False
+        if reply is not None:
+            self.reply.put(reply)
         _stuck.pop(self, None)
 
     def run_here(self) -> Any:
@@ -274,26 +291,42 @@ class _Call:
 
 
 class _Runner:
-    """A thread and what it is to do."""
+    """A thread and what it is to do.
 
-    def __init__(self) -> None:
+    Args:
+        call: The first.
+    """
+
+    def __init__(self, call: _Call) -> None:
         self.pid = os.getpid()
-        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._calls.put(call)
+        self._lock = threading.Lock()
+        self._has_ended = False
+
+    def accept(self, call: _Call) -> bool:
+        """Have `call` run next; False if the thread has ended."""
+        with self._lock:
+            if not self._has_ended:
+                self._calls.put(call)
+            return not self._has_ended
 
     def run(self) -> None:
         _here.is_runner = True
-        while True:
+        while not self._has_ended:
             try:
-                call = self.calls.get(timeout=_IDLE_S)
+                call = self._calls.get(timeout=_IDLE_S)
             except Empty:
-                try:
-                    _idle.remove(self)
-                except ValueError:
-                    # Somebody has taken it, or is about to give it back.
-                    continue
-                return
-            if call is None:
-                return
+                self._end()
+                continue
             call.run()
             # What it was given must not outlive it.
             del call
+
+    def _end(self) -> None:
+        # Whoever has taken it may be about to give it a call, or may have been interrupted: then nobody will.
+        with self._lock:
+            self._has_ended = self._calls.empty()
+        if self._has_ended:
+            with contextlib.suppress(ValueError):
+                _idle.remove(self)
