@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from concurrent import futures
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from distckpt.errors import StagingError
+from distckpt.errors import CheckpointError, StagingError
 from distckpt.signature import version_of
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Milestone:
             timeout: Seconds; None: as long as it takes.
 
         Raises:
-            CheckpointError: The save failed before.
+            CheckpointError: The save failed before, or belongs to another process.
             TimeoutError: It is not.
         """
         self._wait(timeout)
@@ -75,7 +77,9 @@ class SaveHandle:
         self.written_bytes: int | None = None
         self._residence: Residence | None = None
         self._has_arrived = False
+        self._owner_pid = os.getpid()
         self._is_asked = False
+        """Whether somebody was told that it failed; to have waited in vain is not that."""
         self._future: Future[str] = Future()
         self._future.set_running_or_notify_cancel()
 
@@ -96,6 +100,7 @@ class SaveHandle:
         return self._has_arrived or self._future.done()
 
     def _await_staged(self, timeout: float | None) -> None:
+        self._check_process()
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = threading.Event()
         while not self._is_staged():
@@ -121,11 +126,30 @@ class SaveHandle:
             Where it is.
 
         Raises:
-            CheckpointError: The save failed, or was skipped.
+            CheckpointError: The save failed, was skipped, or belongs to another process.
             TimeoutError: It is still under way.
         """
-        self._is_asked = True
-        return self._future.result(timeout)
+        self._check_process()
+        try:
+            return self._future.result(timeout)
+        except futures.TimeoutError:
+            # Before Python 3.11 it is not the one of that name.
+            raise TimeoutError(f"step {self.step} is not committed after {timeout:.3f} s") from None
+        except CheckpointError:
+            self._is_asked = True
+            raise
+
+    def _check_process(self) -> None:
+        """Refuse to wait in a process that was forked: the threads that save are not there.
+
+        Raises:
+            CheckpointError: It was.
+        """
+        if os.getpid() != self._owner_pid:
+            raise CheckpointError(
+                f"the save of step {self.step} belongs to process {self._owner_pid}: only there can it be "
+                f"waited for"
+            )
 
 
 class Late:

@@ -1,8 +1,12 @@
-"""Tensors that are still copied when a save has returned: whatever changes them too early is noticed."""
+"""What a save's caller holds of it; and tensors that are still copied: whatever changes them is noticed."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,9 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from distckpt.errors import StagingError
+from distckpt.checkpointer import Checkpointer
+from distckpt.errors import CheckpointError, StagingError, WriteError
 from distckpt.formats import Frame
-from distckpt.handle import Late
+from distckpt.handle import Late, SaveHandle
 from distckpt.residence import late_copies
 from distckpt.signature import View, version_of
 from distckpt.staging import Item
@@ -132,3 +137,90 @@ def test_what_is_copied_late(second: str, expected: set[int]) -> None:
         tensors.append(torch.empty(5, device=second))
         items = [Item(Frame(b"", b""), tensor, tensor.nbytes, True) for tensor in tensors]
         assert late_copies(items, [0, 1, 2]) == expected
+
+
+# What its caller holds of a save.
+
+WAITS: dict[str, Callable[[SaveHandle, float], object]] = {
+    "result": lambda handle, timeout_s: handle.result(timeout_s),
+    "committed": lambda handle, timeout_s: handle.committed.result(timeout_s),
+    "staged": lambda handle, timeout_s: handle.staged.result(timeout_s),
+}
+
+
+def failure() -> CheckpointError:
+    return WriteError("no space")
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_who_waits_in_vain_has_not_been_told(wait: Callable[[SaveHandle, float], object]) -> None:
+    handle = SaveHandle(7, "there")
+    with pytest.raises(TimeoutError, match=r"step 7 is not \w+ after 0.001 s"):
+        wait(handle, 0.001)
+    assert not handle._is_asked
+    handle._future.set_exception(failure())
+    assert not handle._is_asked
+    with pytest.raises(WriteError, match="no space"):
+        wait(handle, 0)
+    assert handle._is_asked
+
+
+def test_who_is_interrupted_has_not_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(timeout: float | None) -> str:
+        raise KeyboardInterrupt
+
+    handle = SaveHandle(7, "there")
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(handle._future, "result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            handle.result()
+    assert not handle._is_asked
+
+
+@pytest.mark.parametrize("hears", ["save", "close"])
+def test_a_failure_after_a_wait_in_vain_is_heard_of(tmp_path: Path, hears: str) -> None:
+    (tmp_path / "step-00000001").write_bytes(b"in the way")
+    gate = threading.Event()
+    checkpointer = Checkpointer(tmp_path, async_save=True)
+    checkpointer._thread.submit(gate.wait, 10)
+    handle = checkpointer.save(1, {"x": torch.ones(4)})
+    with pytest.raises(TimeoutError):
+        handle.result(0.001)
+    gate.set()
+    futures.wait([handle._future], 10)
+    # The thread is through with it.
+    checkpointer._thread.submit(int).result(10)
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        checkpointer.save(2, {"x": torch.ones(4)}) if hears == "save" else checkpointer.close()
+    checkpointer.close()
+
+
+def test_a_wait_in_vain_is_the_timeout_error_that_everybody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older(Exception):
+        """The one of `concurrent.futures`, before Python 3.11."""
+
+    def time_out(timeout: float | None) -> str:
+        raise Older
+
+    handle = SaveHandle(7, "there")
+    monkeypatch.setattr(futures, "TimeoutError", Older)
+    monkeypatch.setattr(handle._future, "result", time_out)
+    with pytest.raises(TimeoutError, match="step 7"):
+        handle.result(1)
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_forked_child_does_not_wait(wait: Callable[[SaveHandle, float], object]) -> None:
+    handle = SaveHandle(7, "there")
+    owner_pid = os.getpid()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            wait(handle, 0.1)
+        except CheckpointError as error:
+            status = 0 if f"step 7 belongs to process {owner_pid}" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not handle._is_asked
