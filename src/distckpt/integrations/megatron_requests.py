@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 from distckpt.errors import CheckpointError
@@ -85,7 +84,7 @@ class Commit:
         """Whether the save has ended on this rank, well or not."""
         try:
             self.handle.result(0)
-        except futures.TimeoutError:
+        except TimeoutError:
             return False
         except CheckpointError:
             pass
