@@ -195,8 +195,9 @@ def _counts(results: Results) -> str:
     for is_ours, who in ((True, "distckpt"), (False, "each peer")):
         if numbers[is_ours]:
             saves, loads = map(min, zip(*numbers[is_ours], strict=True))
-            texts.append(f"{saves} later saves and {loads} loads of {who}")
-    return f"Medians of {' and '.join(texts)}."
+            plurals = ["" if number == 1 else "s" for number in (saves, loads)]
+            texts.append(f"{saves} later save{plurals[0]} and {loads} load{plurals[1]} of {who}")
+    return f"Medians of {', and of '.join(texts)}."
 
 
 def _trainings(results: Results) -> str:
