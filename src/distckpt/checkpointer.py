@@ -302,7 +302,7 @@ class Checkpointer:
             if self._report(handle, error):
                 handle.blocked_s = time.monotonic() - started
                 return handle
-            handle._is_asked = True  # noqa: SLF001 - one room
+            handle._told.append(True)  # noqa: SLF001 - one room
             raise
         ended = time.monotonic()
         handle.blocked_s = ended - started
@@ -601,7 +601,7 @@ class Checkpointer:
         self._refuse_fork()
         errors = [handle._future.exception() for handle in self._handles]  # noqa: SLF001 - one room
         for handle in self._handles:
-            handle._is_asked = True  # noqa: SLF001 - one room
+            handle._told.append(True)  # noqa: SLF001 - one room
         self._handles, self._unheard = [], None
         for error in errors:
             if error is not None and not self._bears(error):
@@ -634,7 +634,7 @@ class Checkpointer:
         self._ended = True
         unheard = [handle for handle in self._handles if not handle._is_asked and handle._future.done()]  # noqa: SLF001
         for handle in unheard:
-            handle._is_asked = True  # noqa: SLF001 - one room
+            handle._told.append(True)  # noqa: SLF001 - one room
         for handle in unheard:
             failure = handle._future.exception()  # noqa: SLF001 - one room
             if failure is not None and not self._bears(failure):
@@ -1121,7 +1121,9 @@ class Checkpointer:
             f"{type(error).__name__}: {error}",
         )
         if not is_borne:
-            note_failure(lambda: handle._is_asked)  # noqa: SLF001 - one room
+            # Not the handle, whose error holds what it came through.
+            heard = handle._told  # noqa: SLF001 - one room
+            note_failure(lambda: bool(heard))
         clear_frames(error)
         if not isinstance(error, CheckpointError):
             told = CheckpointError(f"{type(error).__name__}: {error}")

@@ -78,8 +78,8 @@ class SaveHandle:
         self._residence: Residence | None = None
         self._has_arrived = False
         self._owner_pid = os.getpid()
-        self._is_asked = False
-        """Whether somebody was told that it failed; to have waited in vain is not that."""
+        self._told: list[bool] = []
+        """Not empty once somebody was told that it failed; to have waited in vain is not that."""
         self._future: Future[str] = Future()
         self._future.set_running_or_notify_cancel()
 
@@ -92,6 +92,10 @@ class SaveHandle:
     def committed(self) -> Milestone:
         """When the checkpoint is complete and durable."""
         return Milestone(self._is_committed, self._await_committed)
+
+    @property
+    def _is_asked(self) -> bool:
+        return bool(self._told)
 
     def _is_staged(self) -> bool:
         residence = self._residence
@@ -136,7 +140,7 @@ class SaveHandle:
             # Before Python 3.11 it is not the one of that name.
             raise TimeoutError(f"step {self.step} is not committed after {timeout:.3f} s") from None
         except CheckpointError:
-            self._is_asked = True
+            self._told.append(True)
             raise
 
     def _check_process(self) -> None:
