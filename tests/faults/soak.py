@@ -130,6 +130,8 @@ class _Rank:
         self.writer = None if order["kind"] == "checkpointer" else StorageWriter(**settings)
         self.pending: list[tuple[int, int, Any]] = []
         self.last_committed = -1
+        self.beside_others: set[int] = set()
+        """Steps that were saved while ranks of an earlier job lived: these may have been killed meanwhile."""
 
     def run(self) -> None:
         newest = self.resume()
@@ -174,6 +176,7 @@ class _Rank:
 
     def save(self, step: int, version: int) -> None:
         _tell("begun", step=step, version=version)
+        (self.beside_others.add if self.has_others() else self.beside_others.discard)(step)
         state = state_of(step, version, self.rank, self.world)
         path = os.fspath(step_path(self.root, step))
         try:
@@ -224,9 +227,13 @@ class _Rank:
                     step_path(self.root, step).rename(removed)
                 shutil.rmtree(removed, ignore_errors=True)
 
+    def has_others(self) -> bool:
+        """Say whether ranks of an earlier job live."""
+        return any(os.path.exists(f"/proc/{pid}") for pid in self.order["others"])
+
     def check_leftovers(self, step: int) -> None:
         """See that nothing is left of saves that were killed or have failed, where nobody else saves."""
-        if any(os.path.exists(f"/proc/{pid}") for pid in self.order["others"]):
+        if step in self.beside_others or self.has_others():
             return
         # With Checkpointers, another rank may have begun its next save.
         if self.world > 1 and self.writer is None:
