@@ -9,6 +9,7 @@ root one at a time, the newest first. A checkpoint is nearest where it is local.
 
 Invariants:
     * What is newer than the newest committed checkpoint is not touched, nor what a save is under way to.
+    * What is behind a link can be read, and is never removed.
     * A local checkpoint is not removed while it is uploaded; the newest stays.
     * A local checkpoint that is damaged keeps no other from being uploaded, nor takes its place here.
 

@@ -111,7 +111,9 @@ class Restorer:
             damaged[found] = self._save_id
             if is_latest or self._archive.has_tiers:
                 _LOG.warning(
-                    "%s is damaged, and the next older checkpoint is tried: %s", self._where(found), outcome
+                    "%s is damaged, and the next older one is tried, unless a save has replaced it: %s",
+                    self._where(found),
+                    outcome,
                 )
 
     def _say_why_nothing(self) -> None:

@@ -449,7 +449,7 @@ def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Sto
         # Not `abspath`, for which a/link/.. is a.
         text = os.path.join(os.getcwd(), text)
     if os.path.isabs(text):
-        # Whatever colons are in it; nor is fsspec imported, which takes a worker longer than all its modules.
+        # Whatever colons are in it. Nor is fsspec asked each time that a save opens its directory.
         refuse_local_options(text, options)
         return PosixStorage(text.rstrip("/") or "/")
     if _MISSPELT.match(text):
